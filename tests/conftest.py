@@ -1,0 +1,26 @@
+"""The hostile configuration every test runs under: 8 CPU devices, warnings are errors, silent promotion raises."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+# The shapes in the signatures are checked here and nowhere else.
+from jaxtyping import install_import_hook
+
+install_import_hook("optax_muon", "beartype.beartype")
+
+import jax
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
