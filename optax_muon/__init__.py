@@ -1,0 +1,57 @@
+"""Muon for JAX.
+
+`optax_muon.muon(learning_rate)` is an Optax transformation that trains hidden weight matrices with Muon and everything else
+with AdamW.
+"""
+
+from optax_muon import _recipes as recipes
+from optax_muon._describe import Description, describe
+from optax_muon._muon import Muon, muon
+from optax_muon._orthogonalize import orthogonalize
+from optax_muon.orthogonalization import (
+    CANS,
+    CUBIC,
+    DEEPSEEK_V4,
+    KELLER,
+    POLAR_EXPRESS,
+    YOU,
+    Orthogonalizer,
+    polar_express,
+)
+from optax_muon.parameters import (
+    MatrixView,
+    Rule,
+    contiguous_blocks,
+    interleaved_blocks,
+    matrix_views,
+    param_labels,
+)
+from optax_muon.transforms import ScaleByMuonState, scale_by_muon, scale_by_shape, shape_factors
+
+__version__ = "0.1.0"
+__all__ = [
+    "CANS",
+    "CUBIC",
+    "DEEPSEEK_V4",
+    "KELLER",
+    "POLAR_EXPRESS",
+    "YOU",
+    "Description",
+    "MatrixView",
+    "Muon",
+    "Orthogonalizer",
+    "Rule",
+    "ScaleByMuonState",
+    "contiguous_blocks",
+    "describe",
+    "interleaved_blocks",
+    "matrix_views",
+    "muon",
+    "orthogonalize",
+    "param_labels",
+    "polar_express",
+    "recipes",
+    "scale_by_muon",
+    "scale_by_shape",
+    "shape_factors",
+]
