@@ -1,6 +1,7 @@
 """`orthogonalize`: arrays meet views outside training."""
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from optax_muon.orthogonalization import Orthogonalizer
@@ -10,10 +11,9 @@ _DEFAULT = Orthogonalizer()
 
 
 def orthogonalize(
-    x: Float[Array, "..."], orthogonalizer: Orthogonalizer = _DEFAULT, view: MatrixView | None = None
+    x: ArrayLike, orthogonalizer: Orthogonalizer = _DEFAULT, view: MatrixView | None = None
 ) -> Float[Array, "..."]:
-    """The orthogonalised matrix or matrices of an array: `U Σ Vᵀ` becomes `U p(Σ / ‖Σ‖) Vᵀ`, with p close to
-    1.
+    """The orthogonalised matrices of an array: `U Σ Vᵀ` becomes `U p(Σ / ‖Σ‖) Vᵀ`, with p close to 1.
 
     Args:
         x: without a view a matrix [m, n] or a stack [*batch, m, n], each matrix handled alone. With a view,

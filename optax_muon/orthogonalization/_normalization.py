@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 @dataclasses.dataclass(frozen=True)
 class _Safety:
-    safety: float = 1.0
+    safety: Any = 1.0
 
     def __post_init__(self):
         name = type(self).__name__
@@ -103,7 +103,10 @@ def unit_frobenius(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
         The same shape and dtype.
     """
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
-    x = x / jnp.where(largest == 0, 1, largest)
+    # XLA divides by multiplying with the reciprocal, which is subnormal, that is zero, for the largest
+    # quarter of the exponents.
+    smaller = jnp.where(largest > 1, 1 / 16, 1.0).astype(x.dtype)
+    x = (x * smaller) / jnp.where(largest == 0, 1, largest * smaller)
     norm = jnp.sqrt(jnp.sum(x * x, axis=(-2, -1), keepdims=True))
     return x / jnp.where(norm == 0, 1, norm)
 

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from optax_muon.orthogonalization._coefficients import KELLER, Coefficients
 from optax_muon.orthogonalization._newton_schulz import newton_schulz
-from optax_muon.orthogonalization._normalization import Normalization, as_normalization
+from optax_muon.orthogonalization._normalization import as_normalization
 from optax_muon.orthogonalization._svd import polar_factor
-from optax_muon.orthogonalization._symmetric_matmul import Products
+from optax_muon.orthogonalization._symmetric_matmul import Products, storage_dtype
 
 METHODS = ("auto", "newton_schulz", "gram_newton_schulz", "svd")
 _COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
@@ -60,12 +60,13 @@ class Orthogonalizer:
     Source: Jordan et al., "Muon" (2024); the Gram method is Dao-AILab's gram-newton-schulz.
     """
 
-    method: str = "auto"
-    coefficients: Coefficients = KELLER
-    normalization: str | Normalization = "frobenius"
+    # Any where more is accepted than is stored: the values are checked, and converted, below.
+    method: Any = "auto"
+    coefficients: Any = KELLER
+    normalization: Any = "frobenius"
     compute_dtype: Any = "auto"
     precision: Any = "highest"
-    restarts: tuple[int, ...] | None = None
+    restarts: Any = None
 
     def __post_init__(self):
         _check_option("method", self.method, METHODS)
@@ -79,11 +80,13 @@ class Orthogonalizer:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
-    def apply(self, x: Float[Array, "*batch m n"], platform: str | None = None) -> Float[Array, "*batch m n"]:
+    def apply(
+        self, x: Shaped[Array, "*batch m n"], platform: str | None = None
+    ) -> Float[Array, "*batch m n"]:
         """Orthogonalise every matrix of a stack.
 
         Args:
-            x: real and floating, rank 2 or more, wide or tall; each matrix is handled alone.
+            x: real and floating, wide or tall; each matrix is handled alone.
             platform: where it will run, `'cpu'`, `'gpu'` or `'tpu'`; by default the default backend.
 
         Returns:
@@ -99,11 +102,7 @@ class Orthogonalizer:
                 "orthogonalisation here. "
                 "Split a complex matrix into real ones, or leave it to AdamW."
             )
-        if x.ndim < 2:
-            raise ValueError(
-                f"Orthogonalizer.apply: x has shape {x.shape}, but rank 2 or more is needed: [*batch, m, n]."
-            )
-        x = x.astype(jnp.promote_types(jnp.float32, x.dtype))
+        x = x.astype(storage_dtype(x.dtype))
         if 0 in x.shape:
             return x
         m, n = x.shape[-2:]
@@ -113,13 +112,11 @@ class Orthogonalizer:
 
     def _wide(self, x: Float[Array, "*batch m n"], platform: str | None) -> Float[Array, "*batch m n"]:
         m, n = x.shape[-2:]
-        products = Products(
-            self.matmul_dtype(x.dtype, platform), jax.lax.Precision[str(self.precision).upper()]
-        )
+        products = Products(self.matmul_dtype(x.dtype, platform), jax.lax.Precision[self.precision.upper()])
         method = self.chosen_method(m, n, platform)
         if method == "svd":
             return polar_factor(x)
-        return newton_schulz(x, self.coefficients, as_normalization(self.normalization), products)
+        return newton_schulz(x, self.coefficients, self.normalization, products)
 
     def matmul_dtype(self, dtype: Any, platform: str | None = None) -> np.dtype:
         """What the inputs of matrix products are rounded to, for an array of this dtype."""

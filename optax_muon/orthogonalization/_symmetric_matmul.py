@@ -11,7 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
+
+
+def storage_dtype(dtype: Any) -> np.dtype:
+    """`promote(float32, dtype)`, what an iterate is kept in; `jnp.promote_types` raises under strict
+    promotion.
+    """
+    return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Products:
         return _mirrored(rows, bounds)
 
     def _dot(self, a: Array, b: Array, contract: tuple[int, int]) -> Array:
-        accumulator = jnp.promote_types(jnp.float32, self.dtype)
+        accumulator = storage_dtype(self.dtype)
         batch = tuple(range(a.ndim - 2))
         return jax.lax.dot_general(
             a.astype(self.dtype),
