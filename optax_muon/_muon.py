@@ -14,7 +14,12 @@ from optax_muon.parameters import Decision, Rule, by_path, decays, decide, leaf_
 from optax_muon.sharding import like_param, reshard_like
 from optax_muon.transforms import shape_factors
 from optax_muon.transforms._checks import check_choice, check_instance, check_not_negative, check_unit_interval, is_number
-from optax_muon.transforms._scale_by_muon import Nesterov, check_arguments, scale_by_orthogonal_momentum
+from optax_muon.transforms._scale_by_muon import (
+    Nesterov,
+    ScaleByMuonState,
+    check_arguments,
+    scale_by_orthogonal_momentum,
+)
 from optax_muon.transforms._scale_by_shape import ShapeFactor, scale_by_views
 from optax_muon.transforms._views import views_from_decisions
 
@@ -177,8 +182,10 @@ def _signature(params: Any) -> tuple:
 
 
 def _momentum(state: Any) -> Any:
-    """The momentum tree of Muon's half, whose holes record how `init` routed each leaf."""
-    return state.inner_states[MUON].inner_state[0].mu
+    """The momentum tree of Muon's half, whose holes record how `init` routed each leaf; None if it keeps none."""
+    is_state = lambda x: isinstance(x, ScaleByMuonState)
+    found = [x for x in jax.tree.leaves(state.inner_states[MUON], is_leaf=is_state) if is_state(x)]
+    return found[0].mu if found else None
 
 
 def _routing_for_update(config: MuonConfig, memo: dict, state: Any, tree: Any) -> tuple[Routing, Any]:
@@ -188,9 +195,12 @@ def _routing_for_update(config: MuonConfig, memo: dict, state: Any, tree: Any) -
     (nnx.Optimizer strips them). So the decision of `init` in this process stands; for a restored state it is taken anew.
     Either way it must agree with the holes in the momentum: a leaf is never silently re-routed.
     """
-    held, treedef = jax.tree.flatten(_momentum(state), is_leaf=_is_hole)
-    on_muon = [not _is_hole(m) for m in held]
+    mu = _momentum(state)
     remembered = memo.get(_signature(tree))
+    if mu is None:  # a chain of the user's own, which leaves no record
+        return remembered or _route(config, tree), jax.tree.structure(tree)
+    held, treedef = jax.tree.flatten(mu, is_leaf=_is_hole)
+    on_muon = [not _is_hole(m) for m in held]
     if remembered is not None and [label == MUON for label in remembered.labels] == on_muon:
         return remembered, treedef
     routing = _route(config, tree)
@@ -313,7 +323,8 @@ def muon(
       rules: `Rule`s that come before the built-in ones. First match wins.
       param_labels: labels that override the rules: a tree or prefix in any container, or a callable of the parameters. The
         built-in labels are 'muon', 'adamw' and 'frozen' (zero updates, no state).
-      transforms: {label: transformation} for labels of your own.
+      transforms: {label: transformation} for labels of your own, or in place of ours: a chain under 'muon' replaces Muon's
+        (momentum, factor, decay and rate included), one under 'adamw' replaces AdamW.
       adamw_learning_rate: AdamW's learning rate or schedule; None for Muon's.
       adamw_b1: first-moment decay of AdamW.
       adamw_b2: second-moment decay of AdamW.
@@ -391,6 +402,3 @@ def _check(config: MuonConfig) -> None:
         check_choice("weight_decay_mask", config.weight_decay_mask, ("no_norms_or_biases", None))
     for rule in config.rules or ():
         check_instance("rules", rule, Rule, "a sequence of optax_muon.Rule")
-    taken = {MUON, ADAMW, FROZEN} & set(config.transforms or {})
-    if taken:
-        raise ValueError(f"transforms cannot redefine the built-in label(s) {sorted(taken)}; choose another name.")

@@ -24,12 +24,12 @@ def leaf_factor(factor: ShapeFactor, view: MatrixView, shape: tuple[int, ...]) -
     factors = [factor.factor(s.fan_in, s.fan_out) for s in view.matrix_shapes(shape)]
     if len(set(factors)) == 1:
         return np.full((1,) * len(shape), factors[0], np.float32)
-    divided = view.block_axes(len(shape))
+    divided = {cut.axis for cut in view.resolve(shape).blocks}
     thin = tuple(side if axis in divided else 1 for axis, side in enumerate(shape))
-    blocks = to_matrices(np.zeros(thin, np.float32), view)
-    return np.asarray(
-        from_matrices([np.full(b.shape, f, np.float32) for b, f in zip(blocks, factors, strict=True)], view, thin)
-    )
+    with jax.ensure_compile_time_eval():
+        blocks = to_matrices(jnp.zeros(thin), view)
+        filled = tuple(jnp.full(b.shape, f) for b, f in zip(blocks, factors, strict=True))
+        return np.asarray(from_matrices(filled, view, thin))
 
 
 def scale_by_views(factor: ShapeFactor, views_of: ViewsOf) -> optax.GradientTransformationExtraArgs:
