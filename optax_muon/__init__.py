@@ -1,7 +1,7 @@
 """Muon for JAX.
 
-`optax_muon.muon(learning_rate)` is an Optax transformation that trains hidden weight matrices with Muon and everything else
-with AdamW.
+`optax_muon.muon(learning_rate)` is an Optax transformation that trains hidden weight matrices with Muon and
+everything else with AdamW.
 """
 
 from optax_muon import _recipes as recipes

@@ -1,4 +1,4 @@
-"""`muon`: optax.multi_transform of the Muon chain and optax.adamw, in a thin wrapper that decides once and keeps dtypes."""
+"""`muon`: optax.multi_transform of the Muon chain and optax.adamw, in a thin wrapper that decides once."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,13 @@ from optax_muon.orthogonalization import Orthogonalizer
 from optax_muon.parameters import Decision, Rule, by_path, decays, decide, leaf_paths
 from optax_muon.sharding import like_param, reshard_like
 from optax_muon.transforms import shape_factors
-from optax_muon.transforms._checks import check_choice, check_instance, check_not_negative, check_unit_interval, is_number
+from optax_muon.transforms._checks import (
+    check_choice,
+    check_instance,
+    check_not_negative,
+    check_unit_interval,
+    is_number,
+)
 from optax_muon.transforms._scale_by_muon import (
     Nesterov,
     ScaleByMuonState,
@@ -58,8 +64,8 @@ class MuonConfig:
 class Muon(optax.GradientTransformationExtraArgs):
     """What `muon` returns: a `GradientTransformationExtraArgs` that also knows its `config`.
 
-    Two with equal configurations are equal and hash alike, so that rebuilding one does not recompile a function that takes
-    it as a static argument.
+    Two with equal configurations are equal and hash alike, so that rebuilding one does not recompile a
+    function that takes it as a static argument.
     """
 
     config: MuonConfig
@@ -182,7 +188,7 @@ def _signature(params: Any) -> tuple:
 
 
 def _momentum(state: Any) -> Any:
-    """The momentum tree of Muon's half, whose holes record how `init` routed each leaf; None if it keeps none."""
+    """The momentum of Muon's half, whose holes record how `init` routed each leaf; None if it keeps none."""
     is_state = lambda x: isinstance(x, ScaleByMuonState)
     found = [x for x in jax.tree.leaves(state.inner_states[MUON], is_leaf=is_state) if is_state(x)]
     return found[0].mu if found else None
@@ -191,9 +197,10 @@ def _momentum(state: Any) -> Any:
 def _routing_for_update(config: MuonConfig, memo: dict, state: Any, tree: Any) -> tuple[Routing, Any]:
     """What `init` decided, and the tree structure of its parameters.
 
-    An update can see less than `init` did: gradients, or parameters stripped of boxes, axis names and module types
-    (nnx.Optimizer strips them). So the decision of `init` in this process stands; for a restored state it is taken anew.
-    Either way it must agree with the holes in the momentum: a leaf is never silently re-routed.
+    An update can see less than `init` did: gradients, or parameters stripped of boxes, axis names and module
+    types (nnx.Optimizer strips them). So the decision of `init` in this process stands; for a restored state
+    it is taken anew. Either way it must agree with the holes in the momentum: a leaf is never silently
+    re-routed.
     """
     mu = _momentum(state)
     remembered = memo.get(_signature(tree))
@@ -206,15 +213,15 @@ def _routing_for_update(config: MuonConfig, memo: dict, state: Any, tree: Any) -
     routing = _route(config, tree)
     if len(on_muon) != len(routing.labels):
         raise ValueError(
-            f"The optimizer state was made for {len(on_muon)} parameters, but this update has {len(routing.labels)}. "
-            f"Call init on the parameters that are trained."
+            f"The optimizer state was made for {len(on_muon)} parameters, but this update has "
+            f"{len(routing.labels)}. Call init on the parameters that are trained."
         )
     for d, was_muon in zip(routing.decisions, on_muon, strict=True):
         if (d.label == MUON) != was_muon:
             before, now = (MUON, d.label) if was_muon else ("not muon", MUON)
             raise ValueError(
-                f"`{d.path}` was routed to {before} when the state was made, but now to {now} ({d.because}). Pass params "
-                f"as `init` saw them to update(gradients, state, params), or pin the leaf with "
+                f"`{d.path}` was routed to {before} when the state was made, but now to {now} ({d.because}). "
+                f"Pass params as `init` saw them to update(gradients, state, params), or pin the leaf with "
                 f"rules=[Rule({d.path!r}, ...)]."
             )
     return routing, treedef
@@ -229,15 +236,17 @@ def _check_same_leaves(updates: Any, params: Any) -> None:
     for path, shape in of_params:
         if path not in shapes_u:
             raise ValueError(
-                f"`{path}` is a parameter, but has no gradient (None or missing). Differentiate with respect to it, or leave "
-                f"it out of the parameters too, e.g. with equinox.filter or optax.masked."
+                f"`{path}` is a parameter, but has no gradient (None or missing). Differentiate with respect to "
+                f"it, or leave it out of the parameters too, e.g. with equinox.filter or optax.masked."
             )
         if shapes_u[path] != shape:
             raise ValueError(
-                f"`{path}` has shape {shape}, but its gradient has shape {shapes_u[path]}. Average per-example gradients "
-                f"before the update."
+                f"`{path}` has shape {shape}, but its gradient has shape {shapes_u[path]}. Average per-example "
+                f"gradients before the update."
             )
-    path = next((path for path, _ in of_updates if path not in shapes_p), of_updates[0][0] if of_updates else "")
+    path = next(
+        (path for path, _ in of_updates if path not in shapes_p), of_updates[0][0] if of_updates else ""
+    )
     raise ValueError(f"`{path}` has a gradient, but is no parameter (None or missing, or in another order).")
 
 
@@ -249,7 +258,9 @@ def _like(x: Any, p: Any) -> jax.Array:
     return reshard_like(jnp.asarray(x).astype(jnp.result_type(p)), p)
 
 
-def _update(config: MuonConfig, memo: dict, updates: Any, state: Any, params: Any, extra_args: Mapping[str, Any]) -> Any:
+def _update(
+    config: MuonConfig, memo: dict, updates: Any, state: Any, params: Any, extra_args: Mapping[str, Any]
+) -> Any:
     if params is None:
         decay = (config.weight_decay, _adamw_rate_and_decay(config)[1])
         if not all(is_number(d) and d == 0 for d in decay):
@@ -300,15 +311,17 @@ def muon(
 ) -> Muon:
     r"""Muon on the hidden weight matrices, AdamW on everything else.
 
-    Formula, for a hidden matrix W (fan_in x fan_out) with gradient G, and the defaults of the Moonlight recipe:
+    Formula, for a hidden matrix W (fan_in x fan_out) with gradient G, and the defaults of the Moonlight
+    recipe:
 
         M <- 0.95 M + 0.05 G
         O = msign(0.05 G + 0.95 M)                                  (five Newton-Schulz steps)
         W <- W - lr (0.2 sqrt(max(fan_in, fan_out)) O + 0.1 W)
 
-    Embeddings, output heads, norms, biases and scalars take `optax.adamw(lr, 0.9, 0.95, 1e-8)`. The two halves share the
-    learning rate and the decay unless `adamw_learning_rate` or `adamw_weight_decay` are given; 0.2 sqrt(max(...)) gives both
-    halves the same update RMS, so a tuned AdamW learning rate carries over. `describe(params)` lists every decision.
+    Embeddings, output heads, norms, biases and scalars take `optax.adamw(lr, 0.9, 0.95, 1e-8)`. The two
+    halves share the learning rate and the decay unless `adamw_learning_rate` or `adamw_weight_decay` are
+    given; 0.2 sqrt(max(...)) gives both halves the same update RMS, so a tuned AdamW learning rate carries
+    over. `describe(params)` lists every decision.
 
     Args:
       learning_rate: a number or a schedule of the step (from 0); both halves follow it.
@@ -317,14 +330,14 @@ def muon(
       orthogonalizer: how matrices are orthogonalised.
       shape_factor: a value of `shape_factors`, or None for 1.
       weight_decay: decoupled, times the base learning rate (never the shape factor); a number or a schedule.
-      weight_decay_mask: 'no_norms_or_biases', None for everything, or a tree (any container, matched by path) or callable
-        of booleans. It reaches both halves.
+      weight_decay_mask: 'no_norms_or_biases', None for everything, or a tree (any container, matched by path)
+        or callable of booleans. It reaches both halves.
       mu_dtype: dtype of Muon's momentum; None for each parameter's own.
       rules: `Rule`s that come before the built-in ones. First match wins.
-      param_labels: labels that override the rules: a tree or prefix in any container, or a callable of the parameters. The
-        built-in labels are 'muon', 'adamw' and 'frozen' (zero updates, no state).
-      transforms: {label: transformation} for labels of your own, or in place of ours: a chain under 'muon' replaces Muon's
-        (momentum, factor, decay and rate included), one under 'adamw' replaces AdamW.
+      param_labels: labels that override the rules: a tree or prefix in any container, or a callable of the
+        parameters. The built-in labels are 'muon', 'adamw' and 'frozen' (zero updates, no state).
+      transforms: {label: transformation} for labels of your own, or in place of ours: a chain under 'muon'
+        replaces Muon's (momentum, factor, decay and rate included), one under 'adamw' replaces AdamW.
       adamw_learning_rate: AdamW's learning rate or schedule; None for Muon's.
       adamw_b1: first-moment decay of AdamW.
       adamw_b2: second-moment decay of AdamW.
@@ -332,23 +345,27 @@ def muon(
       adamw_weight_decay: AdamW's decay; None for Muon's. Zero means zero.
       adamw_nesterov: Nesterov momentum in the AdamW half (Muon's `nesterov` does not reach it).
       mesh_axes: mesh axes over which matrices are spread; None for all.
-      param_specs: tree of PartitionSpec or NamedSharding for Auto meshes, whose types do not tell the spec under jit.
-      wire_dtype: what a matrix is rounded to before it travels, with or without a mesh; None for the matmul dtype.
+      param_specs: tree of PartitionSpec or NamedSharding for Auto meshes, whose types do not tell the spec
+        under jit.
+      wire_dtype: what a matrix is rounded to before it travels, with or without a mesh; None for the matmul
+        dtype.
       pmap_axis_name: axis of an enclosing pmap over whose replicas the matrices are divided.
       manual_batch_axes: axes of an enclosing shard_map that shard layers or experts.
 
     Returns:
-      A `GradientTransformationExtraArgs` with a frozen `.config`. Updates and state keep the shapes, dtypes and shardings
-      of the parameters. Integer, boolean and float0 leaves get zero updates and no state.
+      A `GradientTransformationExtraArgs` with a frozen `.config`. Updates and state keep the shapes, dtypes
+      and shardings of the parameters. Integer, boolean and float0 leaves get zero updates and no state.
 
     Raises:
-      ValueError, TypeError: at construction for numbers out of range; at `init` for a leaf of rank 3 or more that no rule
+      ValueError, TypeError: at construction for numbers out of range; at `init` for a leaf of rank 3 or more
+      that no rule
         knows (with lines to paste); at `update` for gradients that do not fit the parameters or the state.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
       >>> import optax_muon
-      >>> params = {"hidden": {"kernel": jnp.ones((8, 4)), "bias": jnp.zeros(4)}, "lm_head": {"kernel": jnp.ones((4, 2))}}
+      >>> hidden = {"kernel": jnp.ones((8, 4)), "bias": jnp.zeros(4)}
+      >>> params = {"hidden": hidden, "lm_head": {"kernel": jnp.ones((4, 2))}}
       >>> optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax_muon.muon(3e-3))
       >>> state = optimizer.init(params)
       >>> gradients = jax.tree.map(jnp.ones_like, params)
@@ -361,11 +378,14 @@ def muon(
       State: one momentum per matrix, where AdamW keeps two.
 
     References:
-      Moonlight, arXiv 2502.16982; Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
+      Moonlight, arXiv 2502.16982; Jordan et al., "Muon: an optimizer for hidden layers in neural networks",
+      2024.
     """
     given = dict(locals())
     # Lists become tuples, so that equal configurations hash alike.
-    config = MuonConfig(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    config = MuonConfig(
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    )
     _check(config)
     memo: dict = {}
 
@@ -397,7 +417,9 @@ def _check(config: MuonConfig) -> None:
     for name in ("adamw_b1", "adamw_b2"):
         check_unit_interval(name, getattr(config, name))
     if config.shape_factor is not None and not hasattr(config.shape_factor, "factor"):
-        raise TypeError(f"shape_factor must be a value of optax_muon.shape_factors, or None, got {config.shape_factor!r}.")
+        raise TypeError(
+            f"shape_factor must be a value of optax_muon.shape_factors, or None, got {config.shape_factor!r}."
+        )
     if isinstance(config.weight_decay_mask, str):
         check_choice("weight_decay_mask", config.weight_decay_mask, ("no_norms_or_biases", None))
     for rule in config.rules or ():

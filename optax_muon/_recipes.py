@@ -1,6 +1,7 @@
 """Published recipes as numbers with their source. Public as `optax_muon.recipes`.
 
-Each returns `muon` with the numbers of one publication; every argument of `muon` can be given by name to change one.
+Each returns `muon` with the numbers of one publication; every argument of `muon` can be given by name to
+change one.
 """
 
 from typing import Any
@@ -13,8 +14,8 @@ from optax_muon.transforms import shape_factors
 def keller(learning_rate: ScalarOrSchedule = 0.02, **changes: Any) -> Muon:
     """Keller Jordan's Muon: factor sqrt(max(1, out/in)), no decay, AdamW at a rate of its own.
 
-    Numbers: five Keller steps, momentum 0.95 (EMA, Nesterov), learning rate 0.02, decay 0 (the README of that package
-    uses 0.01); AdamW 3e-4, (0.9, 0.95), eps 1e-10 on embeddings, heads, gains and biases.
+    Numbers: five Keller steps, momentum 0.95 (EMA, Nesterov), learning rate 0.02, decay 0 (the README of that
+    package uses 0.01); AdamW 3e-4, (0.9, 0.95), eps 1e-10 on embeddings, heads, gains and biases.
 
     Args:
       learning_rate: of the matrices, a number or a schedule.
@@ -29,7 +30,8 @@ def keller(learning_rate: ScalarOrSchedule = 0.02, **changes: Any) -> Muon:
       0.0
 
     References:
-      KellerJordan/Muon, muon.py. Its epsilon 1e-7 in the normalisation is not reproduced: ours is exact at every scale.
+      KellerJordan/Muon, muon.py. Its epsilon 1e-7 in the normalisation is not reproduced: ours is exact at
+      every scale.
     """
     numbers: dict[str, Any] = {
         "orthogonalizer": Orthogonalizer(coefficients=KELLER),
@@ -46,9 +48,9 @@ def keller(learning_rate: ScalarOrSchedule = 0.02, **changes: Any) -> Muon:
 def torch(learning_rate: ScalarOrSchedule = 1e-3, **changes: Any) -> Muon:
     """torch.optim.Muon with its "original" factor sqrt(max(1, out/in)).
 
-    Numbers: five Keller steps, momentum 0.95 (EMA, Nesterov), learning rate 1e-3, decay 0.1 by the unadjusted rate. For
-    its "match_rms_adamw" give `shape_factor=shape_factors.sqrt_max(0.2)`. torch.optim.Muon takes matrices only and leaves
-    the rest to its caller; here the rest is AdamW with the same rate and decay.
+    Numbers: five Keller steps, momentum 0.95 (EMA, Nesterov), learning rate 1e-3, decay 0.1 by the unadjusted
+    rate. For its "match_rms_adamw" give `shape_factor=shape_factors.sqrt_max(0.2)`. torch.optim.Muon takes
+    matrices only and leaves the rest to its caller; here the rest is AdamW with the same rate and decay.
 
     Args:
       learning_rate: a number or a schedule.
@@ -77,9 +79,9 @@ def torch(learning_rate: ScalarOrSchedule = 1e-3, **changes: Any) -> Muon:
 def moonlight(learning_rate: ScalarOrSchedule = 4.2e-4, **changes: Any) -> Muon:
     """Moonlight: update RMS 0.2, decay 0.1 on everything, one learning rate for both halves.
 
-    Numbers: five Keller steps, momentum 0.95 (sum form, the same updates as EMA), factor 0.2 sqrt(max(in, out)), decay 0.1
-    by the base rate, norms and biases included; AdamW (0.9, 0.95), eps 1e-8, same rate. The authors trained 16B-A3B at
-    4.2e-4 on 5.7T tokens.
+    Numbers: five Keller steps, momentum 0.95 (sum form, the same updates as EMA), factor 0.2 sqrt(max(in,
+    out)), decay 0.1 by the base rate, norms and biases included; AdamW (0.9, 0.95), eps 1e-8, same rate. The
+    authors trained 16B-A3B at 4.2e-4 on 5.7T tokens.
 
     Args:
       learning_rate: a number or a schedule.

@@ -118,7 +118,9 @@ def test_types_are_stable_and_muon_ran(case, mesh, layout):
         updates, new_state = update(gradients, state, params)
         chex.assert_trees_all_equal(typeof(state), typeof(new_state))
         chex.assert_trees_all_equal(typeof(updates), typeof(params))
-        shardings = jax.tree.map(lambda u, p: u.sharding.is_equivalent_to(p.sharding, u.ndim), updates, params)
+        shardings = jax.tree.map(
+            lambda u, p: u.sharding.is_equivalent_to(p.sharding, u.ndim), updates, params
+        )
         assert mesh is None or all(jax.tree.leaves(shardings))
         assert_muon_ran(case, gradients, jax.tree.map(jnp.subtract, updates, tx_decay(tx, params)))
         # measured 6e-7 over all rows of this table; bound 1e-5

@@ -122,11 +122,13 @@ def test_norms_and_biases_are_not_decayed_by_default():
 @pytest.mark.parametrize("container", [dict, flax.core.freeze], ids=["dict", "frozen"])
 def test_masks_match_by_path_in_any_container(container):  # optax #160, #1007
     params = tree()
-    mask = container({
-        "hidden": {"kernel": False, "bias": True},
-        "embed": {"embedding": False},
-        "norm": {"scale": True},
-    })
+    mask = container(
+        {
+            "hidden": {"kernel": False, "bias": True},
+            "embed": {"embedding": False},
+            "norm": {"scale": True},
+        }
+    )
     updates = step(muon(1.0, weight_decay_mask=mask), params, jax.tree.map(jnp.zeros_like, params))
     assert not jnp.any(updates["hidden"]["kernel"])
     assert jnp.any(updates["hidden"]["bias"])
@@ -167,9 +169,7 @@ def test_labels_and_transformations_of_the_users_own():
     updates, _ = tx.update(gradients, state, params)
     chex.assert_trees_all_close(updates["norm"]["scale"], -0.5 * gradients["norm"]["scale"])
     assert not jnp.any(updates["embed"]["embedding"])  # optax #159, #477
-    assert_orthogonal(
-        updates["hidden"]["kernel"] + 1e-3 * params["hidden"]["kernel"], 1e-2 * 0.2 * 4
-    )
+    assert_orthogonal(updates["hidden"]["kernel"] + 1e-3 * params["hidden"]["kernel"], 1e-2 * 0.2 * 4)
     kept = sum(x.size for x in jax.tree.leaves(state))
     assert kept < params["embed"]["embedding"].size  # frozen leaves hold no state (optax #993)
     with pytest.raises(ValueError, match=r"`norm/scale` has the label 'sgd'"):
@@ -199,13 +199,20 @@ def test_scanned_equals_unscanned_leaf_by_leaf():  # marin #8621
 
     for axis in (0, 1):
         params = scan(axis).init(jax.random.key(0), jnp.ones((2, 8)), None)["params"]
-        rules = None if axis == 0 else [
-            Rule(".*/kernel", MatrixView(0, 2)), Rule(".*/bias", None),
-        ]
+        rules = (
+            None
+            if axis == 0
+            else [
+                Rule(".*/kernel", MatrixView(0, 2)),
+                Rule(".*/bias", None),
+            ]
+        )
         gradients = jax.tree.map(lambda p: normal(p.shape, p.size), params)
         updates = step(muon(1e-2, rules=rules), params, gradients)
         for layer in range(3):
-            one = lambda t, i=layer, a=axis: jax.tree.map(lambda x: jnp.take(x, i, axis=min(a, x.ndim - 1)), t)
+            one = lambda t, i=layer, a=axis: jax.tree.map(
+                lambda x: jnp.take(x, i, axis=min(a, x.ndim - 1)), t
+            )
             alone = step(muon(1e-2), {"block": one(params)}, {"block": one(gradients)})
             # measured 3e-8; bound 1e-6
             chex.assert_trees_all_close(one(updates), alone["block"], atol=1e-6)
@@ -221,10 +228,18 @@ def test_attention_kernel_equals_its_flat_dense():  # Muon #34
     query = updates["attention"]["query"]["kernel"].reshape(16, 32)
     out = updates["attention"]["out"]["kernel"].reshape(32, 16)
     chex.assert_trees_all_close(
-        query, step(muon(1e-2), {"k": {"kernel": normal((16, 4, 8)).reshape(16, 32)}},
-                    {"k": {"kernel": normal((16, 4, 8)).reshape(16, 32)}})["k"]["kernel"], atol=1e-7)
+        query,
+        step(
+            muon(1e-2),
+            {"k": {"kernel": normal((16, 4, 8)).reshape(16, 32)}},
+            {"k": {"kernel": normal((16, 4, 8)).reshape(16, 32)}},
+        )["k"]["kernel"],
+        atol=1e-7,
+    )
     assert out.shape == plain["b"]["kernel"].shape
-    assert_orthogonal(query + 1e-3 * heads["attention"]["query"]["kernel"].reshape(16, 32), 1e-2 * 0.2 * 32**0.5)
+    assert_orthogonal(
+        query + 1e-3 * heads["attention"]["query"]["kernel"].reshape(16, 32), 1e-2 * 0.2 * 32**0.5
+    )
 
 
 @pytest.mark.parametrize("sizes", [(16, 16, 16), (16, 4, 4)])
@@ -312,7 +327,9 @@ def test_label_trees_of_any_kind():  # keras #21079, optax #1109, #913, equinox 
             updates = step(muon(1e-2, param_labels=labels), params, gradients)
         chex.assert_trees_all_equal(updates, expected)
     assert all(jax.tree.structure(p) == jax.tree.structure(params) for p in seen)
-    prefix = step(muon(1e-2, param_labels={"hidden": "muon", "embed": "adamw", "norm": "adamw"}), params, gradients)
+    prefix = step(
+        muon(1e-2, param_labels={"hidden": "muon", "embed": "adamw", "norm": "adamw"}), params, gradients
+    )
     chex.assert_trees_all_equal(prefix, step(muon(1e-2), params, gradients))
 
 
@@ -336,7 +353,9 @@ def test_integer_leaves_get_zero_updates_and_no_state():  # optax #333
     assert jnp.any(updates["dense"]["kernel"])
 
 
-@pytest.mark.parametrize("rate", [1e-3, np.float64(1e-3), np.float32(1e-3), jnp.bfloat16(1e-3), np.array(1e-3)])
+@pytest.mark.parametrize(
+    "rate", [1e-3, np.float64(1e-3), np.float32(1e-3), jnp.bfloat16(1e-3), np.array(1e-3)]
+)
 def test_update_dtype_does_not_depend_on_the_type_of_the_rate(rate, x64):  # optax #1405, flax #924
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree())
     for lr in (rate, lambda t: rate):
@@ -398,7 +417,10 @@ def test_two_rates_share_one_program():  # optax #577
 
 def test_one_iteration_per_shape_in_the_compiled_program():  # google-research #2270, pytorch #195566
     def bodies(layers):
-        params = {f"layer{i}": {"kernel": jnp.ones((16, 24)), "out": {"kernel": jnp.ones((24, 16))}} for i in range(layers)}
+        params = {
+            f"layer{i}": {"kernel": jnp.ones((16, 24)), "out": {"kernel": jnp.ones((24, 16))}}
+            for i in range(layers)
+        }
         tx = muon(1e-2)
         text = jax.jit(tx.update).lower(params, tx.init(params), params).compile().as_text()
         return len(re.findall(r"\bdot\(|custom-call\(.*matmul", text))
@@ -463,7 +485,9 @@ def test_gradients_that_do_not_fit_raise_with_the_path():  # equinox #681, optax
     with pytest.raises(ValueError, match="`extra` has a gradient, but is no parameter"):
         tx.update(params | {"extra": jnp.zeros(3)}, state, params)
     per_example = jax.tree.map(lambda p: jnp.stack([p] * 4), params)
-    with pytest.raises(ValueError, match=r"`embed/embedding` has shape \(32, 8\), but its gradient has shape \(4, 32, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"`embed/embedding` has shape \(32, 8\), but its gradient has shape \(4, 32, 8\)"
+    ):
         tx.update(per_example, state, params)
     with pytest.raises(ValueError, match="made for 4 parameters"):
         tx.update({"hidden": params["hidden"]}, state, {"hidden": params["hidden"]})
@@ -472,7 +496,9 @@ def test_gradients_that_do_not_fit_raise_with_the_path():  # equinox #681, optax
 def test_a_leaf_is_never_silently_rerouted():
     params = {"block": {"w": normal((8, 8))}, "b": {"w": normal((4, 4))}}
     state = muon(1e-2, rules=[Rule("b/w", None)]).init(params)
-    with pytest.raises(ValueError, match="`b/w` was routed to not muon when the state was made, but now to muon"):
+    with pytest.raises(
+        ValueError, match="`b/w` was routed to not muon when the state was made, but now to muon"
+    ):
         muon(1e-2).update(params, state, params)
 
 

@@ -36,5 +36,7 @@ def test_nothing_names_a_machine():
     """The repository stands alone: no absolute path of a home or workplace in a tracked text."""
     for path in ROOT.rglob("*"):
         relative = path.relative_to(ROOT)
-        if path.suffix in {".py", ".md", ".toml", ".ipynb", ".jsonl"} and not any(p.startswith(".") for p in relative.parts):
+        if path.suffix in {".py", ".md", ".toml", ".ipynb", ".jsonl"} and not any(
+            p.startswith(".") for p in relative.parts
+        ):
             assert not re.search(r"/(home|root|work|opt)/[a-z]", path.read_text()), relative

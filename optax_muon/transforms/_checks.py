@@ -1,7 +1,7 @@
 """Checks of hyperparameters at construction.
 
-Only Python and NumPy numbers are checked: `optax.inject_hyperparams` and users who `vmap` over rates pass tracers, and
-schedules are functions.
+Only Python and NumPy numbers are checked: `optax.inject_hyperparams` and users who `vmap` over rates pass
+tracers, and schedules are functions.
 """
 
 import math
@@ -53,7 +53,9 @@ def check_float_dtype(name: str, value: Any, refused: Sequence[Any] = (), why: s
     try:
         dtype = jnp.dtype(value)
     except TypeError as error:
-        raise TypeError(f"{name} must be a floating dtype such as jnp.bfloat16, or None, got {value!r}.") from error
+        raise TypeError(
+            f"{name} must be a floating dtype such as jnp.bfloat16, or None, got {value!r}."
+        ) from error
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{name} must be a floating dtype such as jnp.bfloat16, or None, got {value!r}.")
     if dtype in [jnp.dtype(r) for r in refused]:

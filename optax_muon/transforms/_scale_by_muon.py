@@ -1,7 +1,8 @@
 """Momentum and orthogonalisation. The only module that sees arrays, views and the sharding plan together."""
 
-import math
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,11 +11,32 @@ import optax
 
 from optax_muon.orthogonalization import Orthogonalizer
 from optax_muon.parameters import Rule, by_path
-from optax_muon.sharding import is_spec, like_param, orthogonalize_leaves, platform_of
+from optax_muon.sharding import is_spec, orthogonalize_leaves, platform_of, zeros_like_param
 from optax_muon.transforms._checks import check_choice, check_float_dtype, check_instance, check_unit_interval
 from optax_muon.transforms._views import ViewsOf, views_from_rules
 
 Nesterov = Literal["torch", "optax"] | None
+
+
+@dataclass(frozen=True)
+class _OnPlatform:
+    """An orthogonalizer on one platform, as the functions that the sharding layer takes."""
+
+    orthogonalizer: Orthogonalizer
+    platform: str | None
+
+    def apply(self, x: jax.Array) -> jax.Array:
+        return self.orthogonalizer.apply(x, self.platform)
+
+    def flops(self, m: int, n: int) -> float:
+        return self.orthogonalizer.flops(m, n, self.platform)
+
+    def wire_dtype(self, dtype: Any) -> Any:
+        return self.orthogonalizer.wire_dtype(dtype, self.platform)
+
+
+# The same object for the same values: eager calls find their compiled program, and plans are made once.
+_on_platform = functools.lru_cache(maxsize=None)(_OnPlatform)
 
 
 class ScaleByMuonState(NamedTuple):
@@ -22,7 +44,8 @@ class ScaleByMuonState(NamedTuple):
 
     Attributes:
       count: int32 scalar, updates done so far.
-      mu: momentum, of the parameters' structure, shapes, shardings and (unless `mu_dtype` says otherwise) dtypes.
+      mu: momentum, of the parameters' structure, shapes, shardings and (unless `mu_dtype` says otherwise)
+        dtypes.
     """
 
     count: jax.Array
@@ -34,8 +57,8 @@ def accumulate(
 ) -> tuple[jax.Array, jax.Array]:
     """The new momentum and the direction to orthogonalise, both in at least float32.
 
-    m <- b m + (1 - b) g, and the direction is m (None), (1 - b) g + b m ('torch'), or that with each term divided by its
-    own bias, b m / (1 - b^(t+1)) + (1 - b) g / (1 - b^t) ('optax').
+    m <- b m + (1 - b) g, and the direction is m (None), (1 - b) g + b m ('torch'), or that with each term
+    divided by its own bias, b m / (1 - b^(t+1)) + (1 - b) g / (1 - b^t) ('optax').
     """
     dtype = jnp.promote_types(jnp.float32, gradient.dtype)
     gradient, b = gradient.astype(dtype), jnp.asarray(momentum, dtype)
@@ -66,7 +89,7 @@ def scale_by_orthogonal_momentum(
     def init(params: optax.Params) -> ScaleByMuonState:
         return ScaleByMuonState(
             count=jnp.zeros([], jnp.int32),
-            mu=jax.tree.map(lambda p: like_param(jnp.zeros(p.shape, mu_dtype or p.dtype), p), params),
+            mu=jax.tree.map(lambda p: zeros_like_param(p, mu_dtype), params),
         )
 
     def update(updates: optax.Updates, state: ScaleByMuonState, params: Any = None, **extra_args: Any):
@@ -78,33 +101,27 @@ def scale_by_orthogonal_momentum(
             accumulate(g, m, b, state.count, nesterov)
             for g, m in zip(gradients, treedef.flatten_up_to(state.mu), strict=True)
         ]
-        platform = platform_of(gradients, param_specs)
-
-        def orthogonal(directions: list[jax.Array], which: list[int]) -> list[jax.Array]:
-            specs = None
-            if param_specs is not None:
-                specs = by_path(param_specs, updates, "param_specs", is_spec)
-                specs = [specs[i] for i in which]
-            return orthogonalize_leaves(
-                directions,
-                [paths_and_views[i][1] for i in which],
-                [paths_and_views[i][0] for i in which],
-                orthogonalize=lambda x: orthogonalizer.apply(x, platform),
-                cost=lambda m, n: orthogonalizer.flops(m, n, platform),
-                chunk=orthogonalizer.chunk,
-                wire_dtype=wire_dtype or (lambda dtype: orthogonalizer.wire_dtype(dtype, platform)),
-                mesh_axes=mesh_axes,
-                param_specs=specs,
-                pmap_axis_name=pmap_axis_name,
-                manual_batch_axes=tuple(manual_batch_axes),
-            )
-
-        # A leaf without entries has nothing to orthogonalise.
-        full = [i for i, g in enumerate(gradients) if math.prod(g.shape)]
-        result = list(gradients)
-        for i, x in zip(full, orthogonal([moments[i][1] for i in full], full), strict=True):
-            result[i] = x.astype(gradients[i].dtype)
-        mu = [new.astype(old.dtype) for (new, _), old in zip(moments, treedef.flatten_up_to(state.mu), strict=True)]
+        here = _on_platform(orthogonalizer, platform_of(gradients, param_specs))
+        orthogonal = orthogonalize_leaves(
+            [direction for _, direction in moments],
+            [view for _, view in paths_and_views],
+            [path for path, _ in paths_and_views],
+            orthogonalize=here.apply,
+            cost=here.flops,
+            chunk=orthogonalizer.chunk,
+            wire_dtype=wire_dtype or here.wire_dtype,
+            mesh_axes=mesh_axes,
+            param_specs=None
+            if param_specs is None
+            else by_path(param_specs, updates, "param_specs", is_spec),
+            pmap_axis_name=pmap_axis_name,
+            manual_batch_axes=tuple(manual_batch_axes),
+        )
+        result = [x.astype(g.dtype) for x, g in zip(orthogonal, gradients, strict=True)]
+        mu = [
+            new.astype(old.dtype)
+            for (new, _), old in zip(moments, treedef.flatten_up_to(state.mu), strict=True)
+        ]
         return treedef.unflatten(result), ScaleByMuonState(
             count=optax.safe_increment(state.count), mu=treedef.unflatten(mu)
         )
@@ -113,7 +130,13 @@ def scale_by_orthogonal_momentum(
 
 
 def check_arguments(
-    momentum: Any, nesterov: Any, orthogonalizer: Any, mu_dtype: Any, mesh_axes: Any, wire_dtype: Any, axes: Any
+    momentum: Any,
+    nesterov: Any,
+    orthogonalizer: Any,
+    mu_dtype: Any,
+    mesh_axes: Any,
+    wire_dtype: Any,
+    axes: Any,
 ) -> None:
     """Raises on a bad argument of `scale_by_muon` (or `muon`, which takes the same)."""
     check_unit_interval("momentum", momentum)
@@ -128,7 +151,9 @@ def check_arguments(
     )
     for name, value in (("mesh_axes", mesh_axes), ("manual_batch_axes", axes)):
         if isinstance(value, str) or not (value is None or all(isinstance(axis, str) for axis in value)):
-            raise TypeError(f"{name} must be a sequence of mesh axis names, such as ('data',), got {value!r}.")
+            raise TypeError(
+                f"{name} must be a sequence of mesh axis names, such as ('data',), got {value!r}."
+            )
 
 
 def scale_by_muon(
@@ -150,28 +175,34 @@ def scale_by_muon(
 
         M <- b M + (1 - b) G
         U = (1 - b) G + b M     (nesterov='torch')     U = M     (nesterov=None)
-        update = msign(U), with msign(P S Q^T) = P p(S / |S|) Q^T and p the composed polynomial of the orthogonalizer
+        update = msign(U), with msign(P S Q^T) = P p(S / |S|) Q^T
+
+    where p is the composed polynomial of the orthogonalizer.
 
     Args:
       momentum: b in [0, 1), a number or a schedule of the step (from 0).
-      nesterov: 'torch' (as torch.optim.Muon and Keller Jordan's), 'optax' (as optax.contrib.muon: both terms divided by
-        their bias, 12 % away from 'torch' at step 2) or None.
+      nesterov: 'torch' (as torch.optim.Muon and Keller Jordan's), 'optax' (as optax.contrib.muon: both terms
+        divided by their bias, 12 % away from 'torch' at step 2) or None.
       orthogonalizer: how the matrix is orthogonalised.
-      mu_dtype: dtype in which the momentum is stored; None for each parameter's own. The arithmetic is float32.
+      mu_dtype: dtype in which the momentum is stored; None for each parameter's own. The arithmetic is
+        float32.
       rules: rules that override the built-in ones, as in `muon`; every leaf must come out as a matrix.
       mesh_axes: the mesh axes over which matrices are spread; None for all of the mesh.
       param_specs: tree of PartitionSpec or NamedSharding, for Auto meshes, whose types do not tell the spec.
-      wire_dtype: what a matrix is rounded to once before it is orthogonalised, with or without a mesh; None for the
-        orthogonalizer's matmul dtype.
-      pmap_axis_name: the axis of an enclosing pmap (or shard_map) over whose replicas the matrices are divided.
-      manual_batch_axes: axes of an enclosing shard_map that shard batch axes (layers, experts), never a matrix.
+      wire_dtype: what a matrix is rounded to once before it is orthogonalised, with or without a mesh; None
+        for the orthogonalizer's matmul dtype.
+      pmap_axis_name: the axis of an enclosing pmap (or shard_map) over whose replicas the matrices are
+        divided.
+      manual_batch_axes: axes of an enclosing shard_map that shard batch axes (layers, experts), never a
+        matrix.
 
     Returns:
-      A `GradientTransformationExtraArgs` with state `ScaleByMuonState(count, mu)`. Updates have the shapes, dtypes and
-      shardings of the gradients. Extra arguments of `update` are ignored.
+      A `GradientTransformationExtraArgs` with state `ScaleByMuonState(count, mu)`. Updates have the shapes,
+      dtypes and shardings of the gradients. Extra arguments of `update` are ignored.
 
     Raises:
-      ValueError, TypeError: an argument out of its range, a leaf without a matrix view, a leaf that varies over a manual
+      ValueError, TypeError: an argument out of its range, a leaf without a matrix view, a leaf that varies
+      over a manual
         axis not in `manual_batch_axes` (a shard is not a matrix).
 
     Example:
@@ -184,10 +215,12 @@ def scale_by_muon(
       True
 
     Note:
-      The cost of a T-step iteration on an n x m matrix (n <= m) is about T (4 n^2 m + 2 n^3) flops, spread over the mesh.
+      The cost of a T-step iteration on an n x m matrix (n <= m) is about T (4 n^2 m + 2 n^3) flops, spread
+      over the mesh.
 
     References:
-      Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; Moonlight, arXiv 2502.16982.
+      Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; Moonlight, arXiv
+      2502.16982.
     """
     check_arguments(momentum, nesterov, orthogonalizer, mu_dtype, mesh_axes, wire_dtype, manual_batch_axes)
     return scale_by_orthogonal_momentum(

@@ -18,8 +18,8 @@ ShapeFactor = SqrtMax | SqrtRatio | SqrtRatioMinOne
 def leaf_factor(factor: ShapeFactor, view: MatrixView, shape: tuple[int, ...]) -> np.ndarray:
     """The factor of each entry of a leaf, as an array that broadcasts against the leaf.
 
-    One number without blocks. With blocks, each block has the factor of its own shape, and the array extends along the
-    axes that the blocks divide and has side 1 along the others.
+    One number without blocks. With blocks, each block has the factor of its own shape, and the array extends
+    along the axes that the blocks divide and has side 1 along the others.
     """
     factors = [factor.factor(s.fan_in, s.fan_out) for s in view.matrix_shapes(shape)]
     if len(set(factors)) == 1:
@@ -59,16 +59,16 @@ def scale_by_shape(
 ) -> optax.GradientTransformationExtraArgs:
     """Multiplies each matrix by a factor of its fan-in and fan-out.
 
-    Formula: `u <- f(fan_in, fan_out) * u`, where the fans come from the leaf's matrix view (never from axis order), and
-    each block of a fused weight has the factor of its own shape.
+    Formula: `u <- f(fan_in, fan_out) * u`, where the fans come from the leaf's matrix view (never from axis
+    order), and each block of a fused weight has the factor of its own shape.
 
     Args:
       factor: a value of `optax_muon.shape_factors`.
       rules: rules that override the built-in ones, as in `muon`.
 
     Returns:
-      A stateless `optax.GradientTransformationExtraArgs`; shapes, dtypes and shardings of the updates are kept. Extra
-      arguments of `update` are ignored.
+      A stateless `optax.GradientTransformationExtraArgs`; shapes, dtypes and shardings of the updates are
+      kept. Extra arguments of `update` are ignored.
 
     Raises:
       ValueError: a leaf is no matrix.

@@ -19,8 +19,9 @@ def views_from_rules(transformation: str, rules: Sequence[Rule] | None) -> Views
             listed = ", ".join(f"`{d.path}` {d.shape} ({d.because})" for d in strangers)
             raise ValueError(
                 f"{transformation} takes matrices only, but these leaves have no matrix view: {listed}. Use "
-                f"optax_muon.muon, which trains them with AdamW, or select the matrices with optax.multi_transform and "
-                f"optax_muon.param_labels, or give a view with rules=[Rule(pattern, MatrixView(...))]."
+                f"optax_muon.muon, which trains them with AdamW, or select the matrices with "
+                f"optax.multi_transform and optax_muon.param_labels, or give a view with "
+                f"rules=[Rule(pattern, MatrixView(...))]."
             )
         return [(d.path, d.view) for d in decisions if d.view is not None]
 
@@ -28,7 +29,7 @@ def views_from_rules(transformation: str, rules: Sequence[Rule] | None) -> Views
 
 
 def views_from_decisions(decisions: Sequence[Decision]) -> ViewsOf:
-    """Views already decided on the whole tree, looked up by path (an update may hold only some of its leaves)."""
+    """Views already decided on the whole tree, looked up by path: an update may hold only some leaves."""
     table = {d.path: d.view for d in decisions if d.view is not None}
 
     def views_of(tree: Any) -> list[tuple[str, MatrixView]]:

@@ -1,7 +1,8 @@
 """The factors by which a recipe scales an orthogonal matrix, named by their formula.
 
-Houses disagree on names ("spectral" is sqrt(max(in, out)) at one and sqrt(out/in) at another), so ours say what they compute.
-They are frozen values, not functions: `optax.inject_hyperparams` would take a function for a schedule.
+Houses disagree on names ("spectral" is sqrt(max(in, out)) at one and sqrt(out/in) at another), so ours say
+what they compute. They are frozen values, not functions: `optax.inject_hyperparams` would take a function for
+a schedule.
 """
 
 import math
@@ -44,8 +45,8 @@ class SqrtRatioMinOne:
 def sqrt_max(scale: float = 0.2) -> SqrtMax:
     """The factor `scale * sqrt(max(fan_in, fan_out))`.
 
-    An orthogonal fan_in x fan_out matrix has entries of RMS 1/sqrt(max(fan_in, fan_out)), so the update has RMS `scale`
-    whatever its shape. With 0.2, a learning rate tuned for AdamW carries over.
+    An orthogonal fan_in x fan_out matrix has entries of RMS 1/sqrt(max(fan_in, fan_out)), so the update has
+    RMS `scale` whatever its shape. With 0.2, a learning rate tuned for AdamW carries over.
 
     Args:
       scale: RMS of the update, dimensionless.
