@@ -1,0 +1,331 @@
+"""Carries every matrix whole to one owner, lets a function work on it there, and carries the result back.
+
+One joint all-to-all in and one out per group of the plan, in the wire dtype, which moves the least that can be moved.
+The work between them has no collective. Without a mesh the same code runs with one owner and no exchange.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int, Shaped
+
+from optax_muon.parameters import MatrixView, from_matrices, to_matrices
+from optax_muon.sharding._buckets import Group, Kind, LeafSpec, Plan, make_plan
+from optax_muon.sharding._mesh import check_axes, check_not_shards, find_placement, varying_axes
+
+Orthogonalize: TypeAlias = Callable[[Array], Array]
+
+
+def orthogonalize_leaves(
+    leaves: Sequence[Array],
+    views: Sequence[MatrixView],
+    paths: Sequence[str],
+    *,
+    orthogonalize: Orthogonalize,
+    cost: Callable[[int, int], float],
+    chunk: Callable[[int, int], int],
+    wire_dtype: Any,
+    mesh_axes: Sequence[str] | None = None,
+    param_specs: Sequence[Any] | None = None,
+    pmap_axis_name: str | None = None,
+    manual_batch_axes: Sequence[str] = (),
+) -> list[Array]:
+    """Orthogonalises every matrix of every leaf, each as a whole, wherever its pieces lie.
+
+    Args:
+        leaves: floating arrays of any rank.
+        views: one resolved MatrixView per leaf.
+        paths: one path per leaf, for messages.
+        orthogonalize: [b, m, n] -> [b, m, n] with m <= n, each matrix alone. Zero must map to zero. In eager calls
+            it must be hashable; calls with equal functions share one compiled program.
+        cost: work of one (m, n) matrix in any unit, for balancing.
+        chunk: how many (m, n) matrices to hand over at a time.
+        wire_dtype: the dtype to which matrices are rounded, with or without a mesh; or a function that gives it
+            from the leaf's dtype.
+        mesh_axes: the mesh axes that may share work beside those that cut the matrices; None means all.
+        param_specs: one PartitionSpec, NamedSharding or None per leaf, read on Auto meshes under `jit`.
+        pmap_axis_name: an axis of `pmap` over whose replicas the matrices are divided.
+        manual_batch_axes: manual mesh axes of the user's `shard_map` that cut layers or experts.
+
+    Returns:
+        Arrays of the leaves' shapes and shardings; dtype promote(float32, leaf dtype).
+
+    Raises:
+        ValueError: a leaf that is a shard, leaves on different meshes, specs or axis names that do not fit.
+    """
+    out = [leaf.astype(_result_dtype(leaf.dtype)) for leaf in leaves]
+    live = [i for i, leaf in enumerate(leaves) if leaf.size]
+    if not live:
+        return out
+    arrays, names = [leaves[i] for i in live], [paths[i] for i in live]
+    check_not_shards(arrays, names, tuple(manual_batch_axes))
+    specs = None if param_specs is None else [param_specs[i] for i in live]
+    placement = find_placement(arrays, names, specs)
+    check_axes(mesh_axes or (), "mesh_axes", placement)
+    axes = placement.axes
+    spread = tuple(name for name, _ in axes if mesh_axes is None or name in mesh_axes)
+    if pmap_axis_name is not None:
+        axes = (*axes, (pmap_axis_name, lax.axis_size(pmap_axis_name)))
+        spread = (*spread, pmap_axis_name)
+    wire = wire_dtype if callable(wire_dtype) and not isinstance(wire_dtype, type) else lambda _: wire_dtype
+    facts = tuple(
+        LeafSpec(
+            name, x.shape, views[i], spec or ((),) * x.ndim, jnp.dtype(wire(x.dtype)).name, varying_axes(x)
+        )
+        for i, x, name, spec in zip(live, arrays, names, placement.specs, strict=True)
+    )
+    plan = make_plan(facts, axes, spread, cost, chunk)
+    traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+    run = _run if traced else _run_compiled
+    for i, y in zip(live, run(arrays, plan, placement.mesh, orthogonalize), strict=True):
+        out[i] = y
+    return out
+
+
+def _run(leaves: Sequence[Array], plan: Plan, mesh: Any, orthogonalize: Orthogonalize) -> Sequence[Array]:
+    local = functools.partial(_on_each_device, plan, orthogonalize)
+    if mesh is None:
+        return local(*leaves)
+    specs = tuple(PartitionSpec(*(names or None for names in leaf.spec)) for leaf in plan.leaves)
+    free = {name for name, _ in plan.axes if name in mesh.axis_names}
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=free, check_vma=False
+    )
+    return mapped(*leaves)
+
+
+_run_compiled = jax.jit(_run, static_argnums=(1, 2, 3))
+
+
+def _on_each_device(plan: Plan, orthogonalize: Orthogonalize, *leaves: Array) -> tuple[Array, ...]:
+    """The work of one device: [local leaf] -> [local leaf]."""
+    sizes = dict(plan.axes)
+    stacks = [_take_apart(leaf, x) for leaf, x in zip(plan.leaves, leaves, strict=True)]
+    done: list[list[Any]] = [[None] * len(stack) for stack in stacks]
+    for group in plan.groups:
+        units = [stacks[part.leaf][part.piece] for part in group.parts]
+        table = _fill(units, group)
+        table = _travel_and_work(table, group, sizes, orthogonalize)
+        for part, y in zip(group.parts, _empty(table, group), strict=True):
+            done[part.leaf][part.piece] = y
+    return tuple(
+        _put_together(leaf, ys, x.shape).astype(_result_dtype(x.dtype))
+        for leaf, ys, x in zip(plan.leaves, done, leaves, strict=True)
+    )
+
+
+def _take_apart(leaf: LeafSpec, x: Array) -> list[Shaped[Array, "units size"]]:
+    """A device's piece of a leaf as rows, one per unit (`units_of` gives the order)."""
+    x = x.astype(leaf.wire_dtype)
+    batch, rest = _axes(leaf)
+    if any(leaf.spec[axis] for axis in rest):
+        count = math.prod(x.shape[axis] for axis in batch)
+        return [x.transpose(*batch, *rest).reshape(count, -1)]
+    return [y.reshape(y.shape[0], -1) for y in to_matrices(x, leaf.view)]
+
+
+def _put_together(leaf: LeafSpec, rows: Sequence[Array], shape: tuple[int, ...]) -> Array:
+    """Inverse of `_take_apart`."""
+    batch, rest = _axes(leaf)
+    if any(leaf.spec[axis] for axis in rest):
+        order = (*batch, *rest)
+        x = rows[0].reshape([shape[axis] for axis in order])
+        return x.transpose([order.index(axis) for axis in range(len(order))])
+    sides = leaf.view.matrix_shapes(shape)
+    matrices = [y.reshape(s.count, s.fan_in, s.fan_out) for y, s in zip(rows, sides, strict=True)]
+    return from_matrices(matrices, leaf.view, shape)
+
+
+def _axes(leaf: LeafSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    batch = leaf.view.batch_axes(len(leaf.shape))
+    return batch, tuple(axis for axis in range(len(leaf.shape)) if axis not in batch)
+
+
+def _fill(units: Sequence[Shaped[Array, "_ size"]], group: Group) -> Shaped[Array, "slots owners size"]:
+    """Rows of all parts -> the group's table; empty slots are zero."""
+    before, rows, left = group.full, [], group.count - group.full
+    for y in units:
+        head = y[: max(0, before)]
+        rows += [head, y[head.shape[0] :]] if 0 < before < y.shape[0] else [y]
+        before -= y.shape[0]
+    at = next(
+        (i for i, n in enumerate(np.cumsum([0, *(y.shape[0] for y in rows)])) if n == group.full), len(rows)
+    )
+    blank = functools.partial(jnp.zeros, dtype=group.wire_dtype)
+    rows.insert(at, blank((group.start, group.size)))
+    after = group.slots * group.owners - group.full - group.start - left
+    rows.append(blank((after, group.size)))
+    rows = [y for y in rows if y.shape[0]]
+    table = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
+    return table.reshape(group.slots, group.owners, group.size)
+
+
+def _empty(table: Shaped[Array, "slots owners size"], group: Group) -> list[Shaped[Array, "_ size"]]:
+    """Inverse of `_fill`: the rows of every part."""
+    flat = table.reshape(-1, group.size)
+    last = group.full + group.start
+    out, taken = [], 0
+    for part in group.parts:
+        stop = taken + part.count
+        head = flat[min(taken, group.full) : min(stop, group.full)]
+        first, final = (last + max(n - group.full, 0) for n in (taken, stop))
+        tail = flat[first:final]
+        out.append(head if final == first else tail if not head.shape[0] else jnp.concatenate([head, tail]))
+        taken = stop
+    return out
+
+
+def _travel_and_work(
+    table: Shaped[Array, "slots owners size"],
+    group: Group,
+    sizes: dict[str, int],
+    orthogonalize: Orthogonalize,
+) -> Shaped[Array, "slots owners size"]:
+    """All rounds of a group; one round has no loop around its exchange."""
+    kinds = _my_kinds(group)
+    if group.rounds == 1:
+        return _one_round(table, kinds, group, sizes, orthogonalize)
+    length = group.slots // group.rounds
+
+    def body(i: Array, table: Array) -> Array:
+        rows = lax.dynamic_slice_in_dim(table, i * length, length)
+        mine = lax.dynamic_slice_in_dim(kinds, i * length, length)
+        rows = _one_round(rows, mine, group, sizes, orthogonalize)
+        return lax.dynamic_update_slice_in_dim(table, rows, i * length, 0)
+
+    return lax.fori_loop(0, group.rounds, body, table)
+
+
+def _my_kinds(group: Group) -> Int[Array, "slots"]:
+    """The kind of the unit in each slot of this device, -1 for none."""
+    table = group.table()
+    axes = group.spread_axes + group.owner_axes
+    if not axes or (table == table[:1]).all():
+        return jnp.asarray(table[0])
+    return jnp.asarray(table)[lax.axis_index(axes)]
+
+
+def _one_round(
+    table: Shaped[Array, "rows owners size"],
+    kinds: Int[Array, "rows"],
+    group: Group,
+    sizes: dict[str, int],
+    orthogonalize: Orthogonalize,
+) -> Shaped[Array, "rows owners size"]:
+    """Exchange, work on whole matrices, exchange back."""
+    spread, cut = (math.prod(sizes[name] for name in axes) for axes in (group.spread_axes, group.owner_axes))
+    x = table.reshape(-1, spread, cut, group.size)
+    x = x[:, 0] if spread == 1 else lax.dynamic_index_in_dim(x, lax.axis_index(group.spread_axes), 1, False)
+    if cut > 1:
+        x = lax.all_to_all(x, group.owner_axes, 1, 1, tiled=True)
+    x = _work(x, kinds, group, sizes, orthogonalize)
+    if cut > 1:
+        x = lax.all_to_all(x, group.owner_axes, 1, 1, tiled=True)
+    x = x[:, None] if spread == 1 else lax.all_gather(x, group.spread_axes, axis=1)
+    return x.reshape(-1, spread * cut, group.size)
+
+
+def _work(
+    stack: Shaped[Array, "rows pieces size"],
+    kinds: Int[Array, "rows"],
+    group: Group,
+    sizes: dict[str, int],
+    orthogonalize: Orthogonalize,
+) -> Shaped[Array, "rows pieces size"]:
+    """Every row is all pieces of one unit; a few rows at a time, in place, skipping what is empty."""
+    some_empty = group.owners > 1 and group.count < group.slots * group.owners
+    n = stack.shape[0] // group.chunk
+
+    def work(units: Array, kinds: Array) -> Array:
+        matrices = _to_short_by_long(units, kinds, group, sizes)
+        done = [orthogonalize(x.reshape(-1, *x.shape[2:])).reshape(x.shape) for x in matrices]
+        return _from_short_by_long([y.astype(units.dtype) for y in done], kinds, group, sizes)
+
+    def turn(i: Any, stack: Array) -> Array:
+        units = lax.dynamic_slice_in_dim(stack, i * group.chunk, group.chunk)
+        mine = lax.dynamic_slice_in_dim(kinds, i * group.chunk, group.chunk)
+        if some_empty:
+            units = lax.cond((mine >= 0).any(), work, lambda units, _: units, units, mine)
+        else:
+            units = work(units, mine)
+        return lax.dynamic_update_slice_in_dim(stack, units, i * group.chunk, 0)
+
+    return turn(0, stack) if n == 1 else lax.fori_loop(0, n, turn, stack)
+
+
+def _to_short_by_long(
+    units: Shaped[Array, "rows pieces size"], kinds: Int[Array, "rows"], group: Group, sizes: dict[str, int]
+) -> list[Shaped[Array, "rows _ _ _"]]:
+    """The matrices of whole units, the short side first: one array per entry of `group.matrices`."""
+
+    def one(kind: Kind, unit: Array) -> tuple[Array, ...]:
+        whole = _join(unit, kind, group.owner_axes, sizes)
+        matrices = (whole[None],) if kind.view is None else to_matrices(whole, kind.view)
+        return tuple(x if x.shape[1] <= x.shape[2] else x.mT for x in matrices)
+
+    return list(_by_kind([functools.partial(one, kind) for kind in group.kinds], kinds, units))
+
+
+def _from_short_by_long(
+    matrices: Sequence[Shaped[Array, "rows _ _ _"]],
+    kinds: Int[Array, "rows"],
+    group: Group,
+    sizes: dict[str, int],
+) -> Shaped[Array, "rows pieces size"]:
+    """Inverse of `_to_short_by_long`."""
+
+    def one(kind: Kind, matrices: Sequence[Array]) -> Array:
+        view = kind.view or MatrixView((0,), (1,))
+        shapes = view.matrix_shapes(kind.shape)
+        upright = [x if s.fan_in <= s.fan_out else x.mT for x, s in zip(matrices, shapes, strict=True)]
+        return _split(from_matrices(upright, view, kind.shape), kind, group.owner_axes, sizes)
+
+    return _by_kind([functools.partial(one, kind) for kind in group.kinds], kinds, list(matrices))
+
+
+def _by_kind(branches: Sequence[Callable[[Any], Any]], kinds: Int[Array, "rows"], rows: Any) -> Any:
+    """Applies to every row the branch of its kind."""
+    if len(branches) == 1:
+        return jax.vmap(branches[0])(rows)
+    if kinds.shape[0] == 1:  # a real switch; vmapped it would compute every branch
+        out = lax.switch(kinds[0], branches, jax.tree.map(lambda x: x[0], rows))
+        return jax.tree.map(lambda x: x[None], out)
+    return jax.vmap(lambda kind, row: lax.switch(kind, branches, row))(kinds, rows)
+
+
+def _join(
+    unit: Shaped[Array, "pieces size"], kind: Kind, owner_axes: tuple[str, ...], sizes: dict[str, int]
+) -> Array:
+    """All devices' pieces of one unit, in mesh order -> the whole unit."""
+    x = unit.reshape([sizes[name] for name in owner_axes] + list(kind.local_shape(sizes)))
+    return x.transpose(_whole_order(kind, owner_axes)).reshape(kind.shape)
+
+
+def _split(
+    whole: Array, kind: Kind, owner_axes: tuple[str, ...], sizes: dict[str, int]
+) -> Shaped[Array, "pieces size"]:
+    """Inverse of `_join`."""
+    order = _whole_order(kind, owner_axes)
+    dims = [sizes[name] for name in owner_axes] + list(kind.local_shape(sizes))
+    x = whole.reshape([dims[axis] for axis in order])
+    x = x.transpose([order.index(axis) for axis in range(len(order))])
+    return x.reshape(math.prod(dims[: len(owner_axes)]), -1)
+
+
+def _whole_order(kind: Kind, owner_axes: tuple[str, ...]) -> list[int]:
+    """The transposition that puts before every local dimension the mesh axes that cut it, major to minor."""
+    order = []
+    for axis, names in enumerate(kind.cut):
+        order += [owner_axes.index(name) for name in names] + [len(owner_axes) + axis]
+    return order
+
+
+def _result_dtype(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
