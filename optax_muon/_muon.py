@@ -20,6 +20,7 @@ from optax_muon.transforms._checks import (
     check_unit_interval,
     is_number,
 )
+from optax_muon.transforms._momentum import is_momentum
 from optax_muon.transforms._scale_by_muon import (
     Nesterov,
     ScaleByMuonState,
@@ -166,6 +167,11 @@ def _is_hole(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
+def _is_state_leaf(x: Any) -> bool:
+    """Whether x stands for one parameter in a state, though jax.tree would take it apart."""
+    return _is_hole(x) or is_momentum(x)
+
+
 def _init(config: MuonConfig, memo: dict, params: Any) -> Any:
     treedef = jax.tree.structure(params)
     routing = _route(config, params)
@@ -179,7 +185,7 @@ def _init(config: MuonConfig, memo: dict, params: Any) -> Any:
         lambda s, p: like_param(s, p) if getattr(s, "shape", None) == jnp.shape(p) else s,
         optimizer.init(params),
         params,
-        is_leaf=_is_hole,
+        is_leaf=_is_state_leaf,
     )
 
 
@@ -206,7 +212,7 @@ def _routing_for_update(config: MuonConfig, memo: dict, state: Any, tree: Any) -
     remembered = memo.get(_signature(tree))
     if mu is None:  # a chain of the user's own, which leaves no record
         return remembered or _route(config, tree), jax.tree.structure(tree)
-    held, treedef = jax.tree.flatten(mu, is_leaf=_is_hole)
+    held, treedef = jax.tree.flatten(mu, is_leaf=_is_state_leaf)
     on_muon = [not _is_hole(m) for m in held]
     if remembered is not None and [label == MUON for label in remembered.labels] == on_muon:
         return remembered, treedef
@@ -236,13 +242,13 @@ def _check_same_leaves(updates: Any, params: Any) -> None:
     for path, shape in of_params:
         if path not in shapes_u:
             raise ValueError(
-                f"`{path}` is a parameter, but has no gradient (None or missing). Differentiate with respect to "
-                f"it, or leave it out of the parameters too, e.g. with equinox.filter or optax.masked."
+                f"`{path}` is a parameter, but has no gradient (None or missing). Differentiate with respect "
+                f"to it, or leave it out of the parameters too, e.g. with equinox.filter or optax.masked."
             )
         if shapes_u[path] != shape:
             raise ValueError(
-                f"`{path}` has shape {shape}, but its gradient has shape {shapes_u[path]}. Average per-example "
-                f"gradients before the update."
+                f"`{path}` has shape {shape}, but its gradient has shape {shapes_u[path]}. Average "
+                f"per-example gradients before the update."
             )
     path = next(
         (path for path, _ in of_updates if path not in shapes_p), of_updates[0][0] if of_updates else ""
@@ -332,7 +338,8 @@ def muon(
       weight_decay: decoupled, times the base learning rate (never the shape factor); a number or a schedule.
       weight_decay_mask: 'no_norms_or_biases', None for everything, or a tree (any container, matched by path)
         or callable of booleans. It reaches both halves.
-      mu_dtype: dtype of Muon's momentum; None for each parameter's own.
+      mu_dtype: of Muon's momentum: a floating dtype, None for each parameter's own, or 'int8', as in
+        `scale_by_muon`.
       rules: `Rule`s that come before the built-in ones. First match wins.
       param_labels: labels that override the rules: a tree or prefix in any container, or a callable of the
         parameters. The built-in labels are 'muon', 'adamw' and 'frozen' (zero updates, no state).

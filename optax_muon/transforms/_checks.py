@@ -46,17 +46,21 @@ def check_instance(name: str, value: Any, kind: type, instead: str) -> None:
         raise TypeError(f"{name} must be {instead}, got {value!r}.")
 
 
-def check_float_dtype(name: str, value: Any, refused: Sequence[Any] = (), why: str = "") -> None:
-    """Raises unless the value is None or names a real floating dtype that is not refused."""
+def check_float_dtype(
+    name: str, value: Any, refused: Sequence[Any] = (), why: str = "", other: str | None = None
+) -> None:
+    """Raises unless the value is None or names a real floating dtype that is not refused.
+
+    `other` names a further choice, for the message.
+    """
     if value is None:
         return
+    wanted = f"a floating dtype such as jnp.bfloat16, {f'{other}, ' if other else ''}or None"
     try:
         dtype = jnp.dtype(value)
     except TypeError as error:
-        raise TypeError(
-            f"{name} must be a floating dtype such as jnp.bfloat16, or None, got {value!r}."
-        ) from error
+        raise TypeError(f"{name} must be {wanted}, got {value!r}.") from error
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"{name} must be a floating dtype such as jnp.bfloat16, or None, got {value!r}.")
+        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
     if dtype in [jnp.dtype(r) for r in refused]:
         raise ValueError(f"{name} cannot be {dtype.name}: {why}")

@@ -11,8 +11,14 @@ import optax
 
 from optax_muon.orthogonalization import Orthogonalizer
 from optax_muon.parameters import Rule, by_path
-from optax_muon.sharding import is_spec, orthogonalize_leaves, platform_of, zeros_like_param
+from optax_muon.sharding import is_spec, orthogonalize_leaves, platform_of
 from optax_muon.transforms._checks import check_choice, check_float_dtype, check_instance, check_unit_interval
+from optax_muon.transforms._momentum import (
+    check_mu_dtype,
+    read_momentum,
+    write_momentum,
+    zeros_momentum,
+)
 from optax_muon.transforms._views import ViewsOf, views_from_rules
 
 Nesterov = Literal["torch", "optax"] | None
@@ -45,7 +51,7 @@ class ScaleByMuonState(NamedTuple):
     Attributes:
       count: int32 scalar, updates done so far.
       mu: momentum, of the parameters' structure, shapes, shardings and (unless `mu_dtype` says otherwise)
-        dtypes.
+        dtypes. With `mu_dtype='int8'` each leaf is a node with `values` and `scales`.
     """
 
     count: jax.Array
@@ -89,7 +95,7 @@ def scale_by_orthogonal_momentum(
     def init(params: optax.Params) -> ScaleByMuonState:
         return ScaleByMuonState(
             count=jnp.zeros([], jnp.int32),
-            mu=jax.tree.map(lambda p: zeros_like_param(p, mu_dtype), params),
+            mu=jax.tree.map(lambda p: zeros_momentum(p, mu_dtype), params),
         )
 
     def update(updates: optax.Updates, state: ScaleByMuonState, params: Any = None, **extra_args: Any):
@@ -97,9 +103,10 @@ def scale_by_orthogonal_momentum(
         gradients, treedef = jax.tree.flatten(updates)
         paths_and_views = views_of(updates if params is None else params)
         b = momentum(state.count) if callable(momentum) else momentum
+        stored = treedef.flatten_up_to(state.mu)
         moments = [
-            accumulate(g, m, b, state.count, nesterov)
-            for g, m in zip(gradients, treedef.flatten_up_to(state.mu), strict=True)
+            accumulate(g, read_momentum(m), b, state.count, nesterov)
+            for g, m in zip(gradients, stored, strict=True)
         ]
         here = _on_platform(orthogonalizer, platform_of(gradients, param_specs))
         orthogonal = orthogonalize_leaves(
@@ -118,10 +125,7 @@ def scale_by_orthogonal_momentum(
             manual_batch_axes=tuple(manual_batch_axes),
         )
         result = [x.astype(g.dtype) for x, g in zip(orthogonal, gradients, strict=True)]
-        mu = [
-            new.astype(old.dtype)
-            for (new, _), old in zip(moments, treedef.flatten_up_to(state.mu), strict=True)
-        ]
+        mu = [write_momentum(new, old) for (new, _), old in zip(moments, stored, strict=True)]
         return treedef.unflatten(result), ScaleByMuonState(
             count=optax.safe_increment(state.count), mu=treedef.unflatten(mu)
         )
@@ -142,7 +146,7 @@ def check_arguments(
     check_unit_interval("momentum", momentum)
     check_choice("nesterov", nesterov, ("torch", "optax", None))
     check_instance("orthogonalizer", orthogonalizer, Orthogonalizer, "an optax_muon.Orthogonalizer")
-    check_float_dtype("mu_dtype", mu_dtype)
+    check_mu_dtype(mu_dtype)
     check_float_dtype(
         "wire_dtype",
         wire_dtype,
@@ -184,8 +188,9 @@ def scale_by_muon(
       nesterov: 'torch' (as torch.optim.Muon and Keller Jordan's), 'optax' (as optax.contrib.muon: both terms
         divided by their bias, 12 % away from 'torch' at step 2) or None.
       orthogonalizer: how the matrix is orthogonalised.
-      mu_dtype: dtype in which the momentum is stored; None for each parameter's own. The arithmetic is
-        float32.
+      mu_dtype: floating dtype in which the momentum is stored; None for each parameter's own; 'int8' for
+        blocks along the last axis with a float32 scale each, in which every entry is off by at most 1/254 of
+        the largest of its block. The arithmetic is float32.
       rules: rules that override the built-in ones, as in `muon`; every leaf must come out as a matrix.
       mesh_axes: the mesh axes over which matrices are spread; None for all of the mesh.
       param_specs: tree of PartitionSpec or NamedSharding, for Auto meshes, whose types do not tell the spec.
