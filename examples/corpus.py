@@ -1,4 +1,4 @@
-"""Text to train on: the Python standard library's own source, files of the user's, or a file of uint16 tokens."""
+"""Text to train on: the Python standard library's source, the user's files, or a file of uint16 tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-# Left out of the standard library: tests, installed packages, tables of character codes, and what differs between
-# two installations of one Python version.
+# Left out of the standard library: tests, installed packages, tables of character codes, and what differs
+# between two installations of one Python version.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings"}
 SKIPPED_FOLDERS |= {"pydoc_data", "lib2to3", "turtledemo", "ensurepip"}
 SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
@@ -20,7 +20,7 @@ SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Two disjoint sequences of tokens; `sha256` covers both, so that equal hashes mean equal data and split."""
+    """Two disjoint sequences of tokens; `sha256` covers both: equal hashes mean equal data and split."""
 
     name: str
     train: np.ndarray
@@ -41,7 +41,7 @@ def load(text: Sequence[str] = (), tokens: str | None = None) -> Corpus:
 
 
 def standard_library() -> Corpus:
-    """Every `.py` file of the running Python's standard library as bytes. One file in ten, by hash, is held out."""
+    """The `.py` files of this Python's standard library as bytes. One in ten, by hash, is held out."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     train, valid = [], []
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
@@ -81,7 +81,7 @@ def _corpus(name: str, train: np.ndarray, valid: np.ndarray, vocab: int) -> Corp
 
 
 def batch(tokens: np.ndarray, seed: int, step: int, sequences: int, context: int) -> np.ndarray:
-    """Random windows, int32 [sequences, context + 1]. A function of its arguments, so that a run can be resumed."""
+    """Random windows, int32 [sequences, context + 1]. A pure function, so that a run can be resumed."""
     _check_length(tokens, context)
     starts = np.random.default_rng((seed, step)).integers(len(tokens) - context, size=sequences)
     return tokens[starts[:, None] + np.arange(context + 1)].astype(np.int32)
@@ -97,4 +97,6 @@ def fixed_batches(tokens: np.ndarray, count: int, sequences: int, context: int) 
 
 def _check_length(tokens: np.ndarray, context: int) -> None:
     if len(tokens) <= context:
-        raise ValueError(f"A split of {len(tokens)} tokens has no window of context + 1 = {context + 1} tokens.")
+        raise ValueError(
+            f"A split of {len(tokens)} tokens has no window of context + 1 = {context + 1} tokens."
+        )

@@ -1,7 +1,7 @@
 """A small GPT in Flax NNX: rotary positions, RMSNorm, squared ReLU, no biases, untied head.
 
-Nothing in this file knows which optimizer will train it. Every hidden matrix is an `nnx.Linear`, so that the default
-rules of optax_muon see its fan-in and fan-out without help.
+Nothing in this file knows which optimizer will train it. Every hidden matrix is an `nnx.Linear`, so that the
+default rules of optax_muon see its fan-in and fan-out without help.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ class Config:
     width: int = 192
     heads: int = 3
     context: int = 128
+    # On an Explicit mesh: how the residual stream [batch, time, width] is laid out, for example P("data").
+    residual: jax.sharding.PartitionSpec | None = None
 
 
 def rotate(x: jax.Array) -> jax.Array:
@@ -48,25 +50,26 @@ class Attention(nnx.Module):
         def linear(init):
             return nnx.Linear(config.width, config.width, use_bias=False, kernel_init=init, rngs=rngs)
 
-        self.heads = config.heads
+        self.heads, self.residual = config.heads, config.residual
         self.query, self.key, self.value = (linear(nnx.initializers.lecun_normal()) for _ in range(3))
         self.out = linear(residual_init(config))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         split = (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)
         query, key, value = (part(x).reshape(split) for part in (self.query, self.key, self.value))
-        return self.out(causal_attention(rotate(query), rotate(key), value).reshape(x.shape))
+        return self.out(causal_attention(rotate(query), rotate(key), value).reshape(x.shape), self.residual)
 
 
 class SquaredReLU(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.residual = config.residual
         self.up = nnx.Linear(config.width, 4 * config.width, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(
             4 * config.width, config.width, use_bias=False, kernel_init=residual_init(config), rngs=rngs
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jnp.square(nnx.relu(self.up(x))))
+        return self.down(jnp.square(nnx.relu(self.up(x))), self.residual)
 
 
 class Block(nnx.Module):
@@ -83,6 +86,7 @@ class Block(nnx.Module):
 
 class GPT(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.residual = config.residual
         self.embedding = nnx.Embed(config.vocab, config.width, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
@@ -90,7 +94,7 @@ class GPT(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """[batch, time] of token numbers -> [batch, time, vocab] of logits."""
-        x = self.embedding(tokens)
+        x = self.embedding(tokens, self.residual)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

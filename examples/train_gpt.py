@@ -1,6 +1,6 @@
 """Train a small GPT with Muon and with AdamW on the standard library's own source, and compare the two.
 
-    python examples/train_gpt.py                                   # both optimizers, under 5 minutes on 2 CPU cores
+    python examples/train_gpt.py                            # both optimizers, under 5 minutes on 2 CPU cores
     python examples/train_gpt.py --text my_novel.txt --steps 1000
     python examples/train_gpt.py --tokens train.bin --width 384 --layers 6 --heads 6
 
@@ -48,7 +48,7 @@ class Settings:
 
 
 def make_optimizer(name: str, learning_rate: float, settings: Settings) -> optax.GradientTransformation:
-    """Both rise linearly over the warm-up and fall linearly to zero, clipped alike, with the same weight decay."""
+    """Rises linearly over the warm-up and falls linearly to zero; clipping and weight decay are the same."""
     warmup = int(settings.warmup * settings.steps)
     rise = optax.linear_schedule(0.0, learning_rate, warmup)
     fall = optax.linear_schedule(learning_rate, 0.0, settings.steps - warmup)
@@ -82,7 +82,7 @@ def evaluate(model: GPT, corpus: Corpus, config: Config, settings: Settings) -> 
 
 
 def train(name: str, transformation, corpus: Corpus, config: Config, settings: Settings) -> dict:
-    """One run, as data. Its seconds count training alone: no evaluation, and not the first step, which compiles."""
+    """One run, as data. Its seconds count training alone: no evaluation, no first step (it compiles)."""
     model = GPT(config, nnx.Rngs(settings.seed))
     optimizer = nnx.Optimizer(model, transformation, wrt=nnx.Param)
     seconds, train_loss, curve = 0.0, [], []
@@ -96,7 +96,9 @@ def train(name: str, transformation, corpus: Corpus, config: Config, settings: S
         if step > 1:
             seconds += time.perf_counter() - start
         if step % every == 0 or step == settings.steps:
-            curve.append({"step": step, "seconds": seconds, "loss": evaluate(model, corpus, config, settings)})
+            curve.append(
+                {"step": step, "seconds": seconds, "loss": evaluate(model, corpus, config, settings)}
+            )
         rate = size * (step - 1) / seconds if seconds else 0
         valid = f"{curve[-1]['loss']:.3f}" if curve else "-"
         progress.set_postfix_str(f"loss {train_loss[-1]:.3f}, held out {valid}, {rate:,.0f} tokens/s")
@@ -127,11 +129,159 @@ def reached(run: dict, loss: float) -> dict | None:
 
 def table(runs: dict) -> str:
     target = runs.get("adamw", next(iter(runs.values())))["final_loss"]
-    lines = [f"{'':8}{'held-out loss':>15}{f'steps to {target:.3f}':>18}{f'seconds to {target:.3f}':>20}{'tokens/s':>12}"]
+    heads = ("held-out loss", f"steps to {target:.3f}", f"seconds to {target:.3f}", "tokens/s")
+    lines = [" " * 8 + "".join(f"{head:>20}" for head in heads)]
     for name, run in runs.items():
         point = reached(run, target)
-        steps, seconds = (f"{point['steps']:.0f}", f"{point['seconds']:.1f}") if point else ("not reached",) * 2
-        lines.append(
-            f"{NAMES[name]:8}{run['final_loss']:>15.3f}{steps:>18}{seconds:>20}{run['tokens_per_second']:>12,.0f}"
+        steps, seconds = (
+            (f"{point['steps']:.0f}", f"{point['seconds']:.1f}") if point else ("not reached",) * 2
         )
+        values = (f"{run['final_loss']:.3f}", steps, seconds, f"{run['tokens_per_second']:,.0f}")
+        lines.append(f"{NAMES[name]:8}" + "".join(f"{value:>20}" for value in values))
     return "\n".join(lines)
+
+
+def plot(record: dict, path: pathlib.Path) -> None:
+    """Both held-out curves on the same axes, over steps and over seconds of training."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs = record["runs"]
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
+    for axis, key, label in zip(
+        axes, ("step", "seconds"), ("training step", "seconds of training"), strict=True
+    ):
+        for name, run in runs.items():
+            x, y = ([point[field] for point in run["curve"]] for field in (key, "loss"))
+            text = f"{NAMES[name]}, {y[-1]:.3f} at the end"
+            axis.plot(x, y, color=COLORS[name], marker="o", markersize=3, label=text)
+        if len(runs) == 2:
+            mark_crossing(axis, runs, key)
+        axis.set_xlabel(label)
+        axis.set_xlim(left=0)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    # The fall from the untrained loss would leave no room for the rest.
+    losses = [point["loss"] for run in runs.values() for point in run["curve"]]
+    lowest, highest = min(losses), max(run["curve"][len(run["curve"]) // 10]["loss"] for run in runs.values())
+    axes[0].set_ylim(lowest - 0.06 * (highest - lowest), highest + 0.06 * (highest - lowest))
+    axes[0].set_ylabel("held-out loss, nats per token")
+    axes[0].legend(frameon=False, loc="upper right")
+    hidden = record["parameters"]["muon"]
+    figure.suptitle(
+        f"GPT with {hidden / 1e6:.2f}M hidden parameters, {record['corpus']['name']}", fontsize=11
+    )
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def mark_crossing(axis, runs: dict, key: str) -> None:
+    """Where Muon's curve passes AdamW's final loss, as a part of AdamW's whole run."""
+    target, end = runs["adamw"]["final_loss"], runs["adamw"]["curve"][-1][key]
+    point = reached(runs["muon"], target)
+    if point is None:
+        return
+    x = point["steps" if key == "step" else "seconds"]
+    axis.axhline(target, color=COLORS["adamw"], linestyle=":", linewidth=1.2, zorder=0)
+    axis.plot([x], [target], color=COLORS["muon"], marker="o", markersize=9, markerfacecolor="none")
+    what = "steps" if key == "step" else "time"
+    text = f"AdamW's final loss\nafter {x / end:.0%} of its {what}"
+    arrow = {"arrowstyle": "-", "color": "0.5", "shrinkB": 5}
+    axis.annotate(text, (x, target), (0.62, 0.55), textcoords="axes fraction", arrowprops=arrow, fontsize=9)
+
+
+def environment() -> dict:
+    packages = ("jax", "jaxlib", "flax", "optax", "optax_muon", "numpy")
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # a checkout on the path, not installed
+            versions[package] = "checkout"
+    machine = {
+        "backend": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "cpus": os.cpu_count(),
+    }
+    return {"versions": versions, "machine": machine | {"platform": platform.platform()}}
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--optimizer", choices=("muon", "adamw", "both"), default="both")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--text", nargs="+", default=(), metavar="FILE", help="train on the bytes of these files"
+    )
+    source.add_argument(
+        "--tokens", metavar="FILE", help="train on uint16 tokens, as nanoGPT's prepare.py writes them"
+    )
+    parser.add_argument(
+        "--learning-rate", type=float, help="of the optimizers that run; the tuned one by default"
+    )
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs"), metavar="DIR")
+    for field in (*dataclasses.fields(Settings), *dataclasses.fields(Config)):
+        if field.name not in ("vocab", "residual"):
+            kind = type(field.default)
+            parser.add_argument(
+                f"--{field.name.replace('_', '-')}", type=kind, default=field.default, metavar="N"
+            )
+    return parser.parse_args(arguments)
+
+
+def chosen(cls, arguments: argparse.Namespace, **more):
+    """A dataclass filled from the arguments of the same names."""
+    return cls(
+        **{f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls) if f.name not in more}, **more
+    )
+
+
+def main() -> None:
+    arguments = parse()
+    corpus = load(arguments.text, arguments.tokens)
+    config, settings = chosen(Config, arguments, vocab=corpus.vocab), chosen(Settings, arguments)
+    names = ("adamw", "muon") if arguments.optimizer == "both" else (arguments.optimizer,)
+
+    params = nnx.state(GPT(config, nnx.Rngs(settings.seed)), nnx.Param)
+    print(optax_muon.describe(params))
+    print(f"\n{corpus}\n")
+    sizes = {"muon": 0, "adamw": 0}
+    labels = optax_muon.param_labels(params)
+    for leaf, label in zip(jax.tree.leaves(params), jax.tree.leaves(labels), strict=True):
+        sizes[label] += leaf.size
+
+    runs = {}
+    for name in names:
+        learning_rate = arguments.learning_rate or LEARNING_RATE[name]
+        transformation = make_optimizer(name, learning_rate, settings)
+        runs[name] = train(name, transformation, corpus, config, settings) | {"learning_rate": learning_rate}
+    print(f"\n{table(runs)}")
+
+    record = {
+        "config": dataclasses.asdict(config),
+        "settings": dataclasses.asdict(settings),
+        "weight_decay": WEIGHT_DECAY,
+        "corpus": {
+            "name": corpus.name,
+            "sha256": corpus.sha256,
+            "train": len(corpus.train),
+            "valid": len(corpus.valid),
+        },
+        "parameters": sizes,
+        **environment(),
+        "runs": runs,
+    }
+    if len(runs) == 2:
+        record["muon_reaches_adamw"] = reached(runs["muon"], runs["adamw"]["final_loss"])
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "train_gpt.json").write_text(json.dumps(record, indent=1))
+    plot(record, arguments.out / "train_gpt.png")
+    print(f"\nwrote {arguments.out / 'train_gpt.json'} and {arguments.out / 'train_gpt.png'}")
+
+
+if __name__ == "__main__":
+    main()
