@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Float32, Int8
+from jaxtyping import Array, Float
 
 from optax_muon.sharding import like_param, zeros_like_param
 from optax_muon.transforms._checks import check_float_dtype
 
-# The last axis is halved as long as blocks keep this many entries: enough blocks to be cut by any usual mesh, and a
-# scale of four bytes for 64 entries is 1/64 of the float32 momentum.
+# The last axis is halved as long as blocks keep this many entries: enough blocks to be cut by any usual mesh,
+# and a scale of four bytes for 64 entries is 1/64 of the float32 momentum.
 SMALLEST_BLOCK = 64
 LARGEST_BLOCK = 2048
 _STEPS = 127
@@ -31,8 +31,8 @@ class Int8Momentum:
 
     Attributes:
         values: int8, shape and sharding of the parameter.
-        scales: float32, the largest magnitude of each block; the parameter's shape but for the last axis, which
-            counts blocks; sharded as the parameter.
+        scales: float32, the largest magnitude of each block; the parameter's shape but for the last axis,
+            which counts blocks; sharded as the parameter.
     """
 
     values: Any
@@ -95,8 +95,9 @@ def read_momentum(stored: Momentum) -> Float[Array, "..."]:
 def write_momentum(momentum: Float[Array, "..."], like: Momentum) -> Momentum:
     """Stores a momentum as the one before it was stored.
 
-    In int8 an entry of a block whose largest magnitude is a is off by at most a/254 (and float32 rounding). A block
-    of zeros is exact. A block with a NaN or an infinity reads as NaN throughout: what is wrong stays visible.
+    In int8 an entry of a block whose largest magnitude is a is off by at most a/254 (and float32 rounding).
+    A block of zeros is exact. A block with a NaN or an infinity reads as NaN throughout: what is wrong stays
+    visible.
 
     Args:
         momentum: floating, of the parameter's shape.
@@ -120,8 +121,8 @@ def write_momentum(momentum: Float[Array, "..."], like: Momentum) -> Momentum:
 def block_count(side: int, parts: int = 1) -> int:
     """Into how many blocks the last axis is divided.
 
-    A power of two where possible, and the same on every mesh that divides it, so that a state can move between
-    meshes; where a mesh cuts the axis in another way, blocks of its own that do not cross shards.
+    A power of two where possible, and the same on every mesh that divides it, so that a state can move
+    between meshes; where a mesh cuts the axis in another way, blocks of its own that do not cross shards.
 
     Args:
         side: length of the last axis.
