@@ -1,0 +1,64 @@
+"""What logical axis names (Linen boxes, NNX Variables) say: the vocabulary, batch axes, and where heads end."""
+
+from optax_muon.parameters._paths import Leaf
+
+VOCAB = {"vocab", "vocabulary", "vocab_size"}
+BATCH = {
+    "layers",
+    "layer",
+    "num_layers",
+    "stack",
+    "stage",
+    "stages",
+    "expert",
+    "experts",
+    "exp",
+    "qkv",
+    "kv_pair",
+}
+EXPERT = {"expert", "experts", "exp"}
+HEADS = {
+    "heads",
+    "q_heads",
+    "kv_heads",
+    "kv",
+    "head_dim",
+    "kv_head_dim",
+    "num_heads",
+    "q_head_dim",
+    "v_head_dim",
+}
+# Logical names that say nothing by themselves, but that the axes are named logically, so that no stack is unnamed.
+OTHER = {"embed", "mlp", "joined_kv", "hidden", "model", "features", "lora", "q_lora", "kv_lora", "norm"}
+
+
+def has_vocabulary(leaf: Leaf) -> bool:
+    """Whether one axis counts tokens."""
+    return leaf.names is not None and not VOCAB.isdisjoint(leaf.names)
+
+
+def batch_axes(leaf: Leaf) -> frozenset[int] | None:
+    """The batch axes by name, or None when the names are none of ours (mesh axes, for instance)."""
+    names = leaf.names
+    if names is None or (BATCH | HEADS | OTHER).isdisjoint(names):
+        return None
+    axes = {axis for axis, name in enumerate(names) if name in BATCH}
+    if leaf.ndim - len(axes) < 2:
+        # A router (embed, expert) has one column per expert; it is no stack of vectors.
+        axes -= {axis for axis in axes if names[axis] in EXPERT}
+    return frozenset(axes)
+
+
+def layout(leaf: Leaf) -> str | None:
+    """The layout of the axes that are left without the batch, or None when the names do not decide it."""
+    batch = batch_axes(leaf)
+    if batch is None or leaf.names is None:
+        return None
+    names = [name for axis, name in enumerate(leaf.names) if axis not in batch]
+    if len(names) < 3:
+        return None
+    heads = [name in HEADS for name in names]
+    if heads[0] == heads[-1] or sum(a != b for a, b in zip(heads, heads[1:], strict=False)) != 1:
+        return None
+    split = heads.index(not heads[0])
+    return " ".join(["in"] * split + ["out"] * (len(names) - split))
