@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="folder for a JSON record")
     arguments = parser.parse_args()
 
-    params = jax.eval_shape(CNN().init, jax.random.key(0), jnp.zeros((1, 8, 8, 1)), train=False)["params"]
+    params = CNN().init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)), train=False)["params"]
     print(optax_muon.describe(params))
     schedule = optax.cosine_decay_schedule(arguments.learning_rate, arguments.steps)
     transformations = {"muon": optax_muon.muon(schedule), "adamw": optax.adamw(schedule, weight_decay=0.1)}

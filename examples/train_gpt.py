@@ -243,7 +243,10 @@ def chosen(cls, arguments: argparse.Namespace, **more):
 def main() -> None:
     arguments = parse()
     corpus = load(arguments.text, arguments.tokens)
-    config, settings = chosen(Config, arguments, vocab=corpus.vocab), chosen(Settings, arguments)
+    config, settings = (
+        chosen(Config, arguments, vocab=corpus.vocab, residual=None),
+        chosen(Settings, arguments),
+    )
     names = ("adamw", "muon") if arguments.optimizer == "both" else (arguments.optimizer,)
 
     params = nnx.state(GPT(config, nnx.Rngs(settings.seed)), nnx.Param)
@@ -262,7 +265,7 @@ def main() -> None:
     print(f"\n{table(runs)}")
 
     record = {
-        "config": dataclasses.asdict(config),
+        "config": {k: v for k, v in dataclasses.asdict(config).items() if k != "residual"},
         "settings": dataclasses.asdict(settings),
         "weight_decay": WEIGHT_DECAY,
         "corpus": {

@@ -1,11 +1,11 @@
-"""The GPT of train_gpt.py on a (data, model) mesh: Explicit axes, ZeRO-1 momentum, a checkpoint, another mesh.
+"""The GPT of train_gpt.py on a (data, model) mesh: Explicit axes, ZeRO-1, a checkpoint, another mesh.
 
     python examples/train_gpt_sharded.py --devices 8 --mesh 4 2         # 8 CPU devices; saves runs/sharded
     python examples/train_gpt_sharded.py --devices 8 --mesh 2 4 --resume --steps 60
     python examples/train_gpt_sharded.py --devices 8 --processes 2      # the same run in two real processes
 
-On a machine with GPUs or TPUs leave out --devices. `optax_muon.muon` is told nothing about the mesh: it reads the
-shardings of the arrays. What one run prints does not depend on the mesh or the number of processes.
+On a machine with GPUs or TPUs leave out --devices. `optax_muon.muon` is told nothing about the mesh: it reads
+the shardings of the arrays. What one run prints does not depend on the mesh or the number of processes.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def shardings(params, mesh: jax.sharding.Mesh):
 class Trainer:
     """Model, optimizer and their layout; the arrays travel through its functions."""
 
-    def __init__(self, config: Config, learning_rate: float, steps: int, mesh: jax.sharding.Mesh):
-        rise = optax.linear_schedule(0.0, learning_rate, steps // 10)
+    def __init__(self, config: Config, learning_rate: float, mesh: jax.sharding.Mesh):
+        rise = optax.linear_schedule(0.0, learning_rate, 5)
         self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax_muon.muon(rise))
         self.mesh = mesh
         make = lambda: GPT(config, nnx.Rngs(0))
@@ -107,7 +107,7 @@ def train(arguments: argparse.Namespace) -> None:
     )
     checkpoint = (arguments.out / "checkpoint").absolute()
     with jax.set_mesh(mesh), ocp.StandardCheckpointer() as checkpointer:
-        trainer = Trainer(config, arguments.learning_rate, arguments.steps, mesh)
+        trainer = Trainer(config, arguments.learning_rate, mesh)
         if arguments.resume:
             saved = {"params": trainer.params, "state": trainer.state, "step": 0}
             saved = checkpointer.restore(checkpoint, saved)
@@ -131,7 +131,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def launch(processes: int) -> int:
-    """Starts this command once per process, joined over the loopback address; the exit status of the worst."""
+    """Starts this command once per process, joined over the loopback address; the worst exit status."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

@@ -2,8 +2,8 @@
 
     python examples/train_mlp_equinox.py                    # Muon, then AdamW at the same learning rate
 
-`eqx.nn.MLP` does not say which of its layers is the output, so one rule does. The weights of an Equinox `Linear`
-are (out, in), which the default rules know.
+`eqx.nn.MLP` does not say which of its layers is the output, so one rule does. The weights of an Equinox
+`Linear` are (out, in), which the default rules know.
 """
 
 from __future__ import annotations

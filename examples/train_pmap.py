@@ -1,9 +1,9 @@
-"""Data parallelism with pmap: every replica holds the parameters, and the matrices are divided among the replicas.
+"""Data parallelism with pmap: every replica holds the parameters, the matrices are divided among them.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/train_pmap.py
 
-With `pmap_axis_name=` each replica orthogonalizes its share of the matrices and one all-gather brings the updates
-back; without it every replica does all the work. The result is the same.
+With `pmap_axis_name=` each replica orthogonalizes its share of the matrices and one all-gather brings the
+updates back; without it every replica does all the work. The result is the same.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from sklearn.datasets import load_digits
 import optax_muon
 
 AXIS = "replicas"
+SIZES = {"hidden_0": (64, 128), "hidden_1": (128, 128), "hidden_2": (128, 128), "head": (128, 10)}
 
 
 def init(seed: int) -> dict:
     """A multilayer perceptron as a dict of arrays."""
-    sizes = {"hidden_0": (64, 128), "hidden_1": (128, 128), "hidden_2": (128, 128), "head": (128, 10)}
-    keys = jax.random.split(jax.random.key(seed), len(sizes))
+    keys = jax.random.split(jax.random.key(seed), len(SIZES))
     return {
         name: {"kernel": jax.random.normal(key, size) * size[0] ** -0.5, "bias": jnp.zeros(size[1])}
-        for key, (name, size) in zip(keys, sizes.items(), strict=True)
+        for key, (name, size) in zip(keys, SIZES.items(), strict=True)
     }
 
 
 def loss_fn(params: dict, images: jax.Array, labels: jax.Array) -> jax.Array:
     x = images
-    for name, layer in params.items():
-        x = x @ layer["kernel"] + layer["bias"]
+    for name in SIZES:
+        x = x @ params[name]["kernel"] + params[name]["bias"]
         x = x if name == "head" else jax.nn.relu(x)
     return optax.softmax_cross_entropy_with_integer_labels(x, labels).mean()
 
