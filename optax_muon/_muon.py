@@ -11,7 +11,7 @@ import optax
 
 from optax_muon.orthogonalization import Orthogonalizer
 from optax_muon.parameters import Decision, Rule, by_path, decays, decide, leaf_paths
-from optax_muon.sharding import like_param, reshard_like
+from optax_muon.sharding import constrain, is_spec, like_param, reshard_like
 from optax_muon.transforms import shape_factors
 from optax_muon.transforms._checks import (
     check_choice,
@@ -153,7 +153,9 @@ def _two_chains(config: MuonConfig, routing: Routing, treedef: Any) -> optax.Gra
         nesterov=config.adamw_nesterov,
     )
     transforms = {MUON: muon_chain, ADAMW: adamw, FROZEN: optax.set_to_zero(), **(config.transforms or {})}
-    return optax.multi_transform(transforms, treedef.unflatten(routing.labels))
+    labels = treedef.unflatten(routing.labels)
+    # A constant function, because multi_transform would call a label tree that is an Equinox module.
+    return optax.multi_transform(transforms, lambda _: labels)
 
 
 def _adamw_rate_and_decay(config: MuonConfig) -> tuple[Any, Any]:
@@ -256,12 +258,37 @@ def _check_same_leaves(updates: Any, params: Any) -> None:
     raise ValueError(f"`{path}` has a gradient, but is no parameter (None or missing, or in another order).")
 
 
-def _like(x: Any, p: Any) -> jax.Array:
-    """The gradient x in the dtype and sharding of its parameter; zero for a parameter that is not trained."""
+def _like(x: Any, p: Any, home: Any) -> jax.Array:
+    """X in the dtype of its parameter and the sharding of `home`; zero for a parameter that is not trained."""
     if not jnp.issubdtype(jnp.result_type(p), jnp.inexact):
         integer = bool if jnp.result_type(p) == jax.dtypes.float0 else jnp.result_type(p)
         return jnp.zeros(jnp.shape(p), integer)
-    return reshard_like(jnp.asarray(x).astype(jnp.result_type(p)), p)
+    return reshard_like(jnp.asarray(x).astype(jnp.result_type(p)), home)
+
+
+def _homes(state: Any, weights: list[Any], labels: list[str]) -> list[Any]:
+    """For each leaf an array that lies where its state does: AdamW's first moment, otherwise the parameter.
+
+    The moments may be cut over more devices than the parameter (ZeRO-1).
+    """
+    is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)
+    for node in jax.tree.leaves(state.inner_states[ADAMW], is_leaf=is_adam):
+        if is_adam(node):
+            moments = jax.tree.leaves(node.mu, is_leaf=_is_hole)
+            if len(moments) == len(weights):
+                return [
+                    m if label == ADAMW and jnp.shape(m) == jnp.shape(w) else w
+                    for m, w, label in zip(moments, weights, labels, strict=True)
+                ]
+    return weights
+
+
+def _as_specified(config: MuonConfig, steps: list[jax.Array], tree: Any) -> list[jax.Array]:
+    """The updates where `param_specs` says that the parameters lie; on an Auto mesh under jit nothing else does."""
+    if config.param_specs is None:
+        return steps
+    specs = by_path(config.param_specs, tree, "param_specs", is_spec)
+    return [x if spec is None else constrain(x, spec) for x, spec in zip(steps, specs, strict=True)]
 
 
 def _update(
@@ -280,14 +307,17 @@ def _update(
     routing, treedef = _routing_for_update(config, memo, state, tree)
     gradients, structure = jax.tree.flatten(updates)
     weights = jax.tree.leaves(tree)
-    gradients = [_like(g, p) for g, p in zip(gradients, weights, strict=True)]
+    homes = _homes(state, weights, routing.labels)
+    gradients = [_like(g, p, home) for g, p, home in zip(gradients, weights, homes, strict=True)]
     if params is None:  # decay is zero, and so are its stand-ins
-        weights = [jnp.zeros_like(g) for g in gradients]
+        nearby = weights = [jnp.zeros_like(g) for g in gradients]
+    else:
+        nearby = [_like(p, p, home) for p, home in zip(weights, homes, strict=True)]
     result, state = _two_chains(config, routing, treedef).update(
-        treedef.unflatten(gradients), state, treedef.unflatten(weights), **extra_args
+        treedef.unflatten(gradients), state, treedef.unflatten(nearby), **extra_args
     )
-    steps = [_like(u, g) for u, g in zip(jax.tree.leaves(result), gradients, strict=True)]
-    return structure.unflatten(steps), state
+    steps = [_like(u, p, p) for u, p in zip(jax.tree.leaves(result), weights, strict=True)]
+    return structure.unflatten(_as_specified(config, steps, tree)), state
 
 
 def muon(

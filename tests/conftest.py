@@ -6,10 +6,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("MPLBACKEND", "agg")
 
-# The shapes in the signatures are checked here and nowhere else.
+# The shapes in the signatures are checked here and nowhere else: in the layers that handle arrays. Above them users come in,
+# and a wrong argument must meet our own message.
 from jaxtyping import install_import_hook
 
-install_import_hook("optax_muon", "beartype.beartype")
+install_import_hook([f"optax_muon.{layer}" for layer in ("orthogonalization", "parameters", "sharding")], "beartype.beartype")
 
 import jax
 import numpy as np

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import warnings
 
 import chex
 import equinox as eqx
@@ -52,8 +53,10 @@ def assert_orthogonal(update, scale):
 def test_matrices_take_muon_and_the_rest_is_adamw_exactly():  # Moonlight #23, OLMo-core #854
     params, gradients = tree(), tree(10)
     tx = muon(1e-2, adamw_b1=0.8, adamw_b2=0.99, adamw_eps=1e-6)
-    adamw = optax.adamw(1e-2, b1=0.8, b2=0.99, eps=1e-6, weight_decay=0.1)
-    rest = lambda t: {"embed": t["embed"]}
+    # Optax's own adamw differs by an ulp between trees (it compiles its bias correction per tree), so: the same tree.
+    rest = lambda t: t | {"hidden": {"bias": t["hidden"]["bias"]}}
+    decayed = {"hidden": {"bias": False}, "embed": {"embedding": True}, "norm": {"scale": False}}
+    adamw = optax.adamw(1e-2, b1=0.8, b2=0.99, eps=1e-6, weight_decay=0.1, mask=decayed)
     state, plain, p, q = tx.init(params), adamw.init(rest(params)), params, rest(params)
     for seed in range(10):
         gradients = tree(10 + seed)
@@ -311,7 +314,8 @@ def test_equinox_module_is_trained():  # equinox #364
 
 def test_label_trees_of_any_kind():  # keras #21079, optax #1109, #913, equinox #193, ReaLLM-Forge #836
     params, gradients = tree(), tree(4)
-    expected = step(muon(1e-2, rules=[Rule("hidden/kernel", None)]), params, gradients)
+    with pytest.warns(UserWarning, match="No leaf gets Muon"):
+        expected = step(muon(1e-2, rules=[Rule("hidden/kernel", None)]), params, gradients)
     seen = []
 
     def callable_labels(p):
@@ -323,7 +327,8 @@ def test_label_trees_of_any_kind():  # keras #21079, optax #1109, #913, equinox 
         flax.core.freeze({"hidden": {"kernel": "adamw", "bias": "adamw"}, "embed": "adamw", "norm": "adamw"}),
         callable_labels,
     ):
-        with pytest.warns(UserWarning, match="no .* Muon|Muon"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the same warning, which comes once per content
             updates = step(muon(1e-2, param_labels=labels), params, gradients)
         chex.assert_trees_all_equal(updates, expected)
     assert all(jax.tree.structure(p) == jax.tree.structure(params) for p in seen)
