@@ -51,7 +51,8 @@ class Description:
         """Share of all elements per label."""
         total = sum(row.size for row in self.rows)
         labels = sorted({row.label for row in self.rows}, key=lambda label: (label != MUON, label))
-        return {l: sum(r.size for r in self.rows if r.label == l) / max(total, 1) for l in labels}
+        of = lambda label: sum(row.size for row in self.rows if row.label == label)
+        return {label: of(label) / max(total, 1) for label in labels}
 
     def __str__(self) -> str:
         header, *body = _cells(self.rows)
@@ -102,10 +103,10 @@ def describe(params: Any, optimizer: Any = None, rules: Rule | Sequence[Rule] | 
         >>> import jax, jax.numpy as jnp
         >>> shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
         >>> print(describe({"embed": {"embedding": shape(96, 8)}, "up": {"kernel": shape(8, 32)}}))
-        leaf             shape    label   matrices  because
-        ----------------------------------------------------------------------------------------------
-        embed/embedding  (96, 8)  adamw             embedding: embedding tables look rows up
-        up/kernel        (8, 32)  muon    8 x 32    mlp: feed-forward and gate matrices (in, out)
+        leaf             shape    label  matrices  because
+        ----------------------------------------------------------------------------------------
+        embed/embedding  (96, 8)  adamw            embedding: embedding tables look rows up
+        up/kernel        (8, 32)  muon   8 x 32    mlp: feed-forward and gate matrices (in, out)
         <BLANKLINE>
         muon: 1 leaves, 256 elements (25.0%)
         adamw: 1 leaves, 768 elements (75.0%)
@@ -113,7 +114,8 @@ def describe(params: Any, optimizer: Any = None, rules: Rule | Sequence[Rule] | 
     config = getattr(optimizer, "config", None)
     if optimizer is not None and config is None:
         raise TypeError(
-            f"describe: optimizer={optimizer!r} has no config; pass what muon(...) returned, not a chain around it."
+            f"describe: optimizer={optimizer!r} has no config; pass what muon(...) returned, "
+            "not a chain around it."
         )
     rules = () if rules is None else (rules,) if isinstance(rules, Rule) else tuple(rules)
     if config is not None:
@@ -125,7 +127,8 @@ def describe(params: Any, optimizer: Any = None, rules: Rule | Sequence[Rule] | 
 
 def _row(decision: Decision, config: Any) -> DescriptionRow:
     matrices = () if decision.view is None else decision.view.matrix_shapes(decision.shape)
-    row = DescriptionRow(**dataclasses.asdict(decision) | {"view": decision.view}, matrices=matrices)
+    fields: dict[str, Any] = {f.name: getattr(decision, f.name) for f in dataclasses.fields(decision)}
+    row = DescriptionRow(**fields, matrices=matrices)
     if config is None or decision.label in (getattr(config, "transforms", None) or {}):
         return row
     if decision.label == MUON:
@@ -152,7 +155,7 @@ def _cells(rows: Sequence[DescriptionRow]) -> list[tuple[str, ...]]:
         *(("rate", "factor", "method") if rated else ()),
         "because",
     )
-    out = [columns]
+    out: list[tuple[str, ...]] = [columns]
     for row in rows:
         numbers = (
             _rate(row.learning_rate),

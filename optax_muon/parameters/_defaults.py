@@ -1,4 +1,4 @@
-"""What a leaf gets when the user says nothing: axis names, then module types, then tables of path words, then shape."""
+"""What a leaf gets when the user says nothing: by axis names, module types, path words, shape."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _UNKNOWN = Row("none", "unknown", "matches no rule")
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """The default for one leaf. `view` is the matrix it has, whether or not it gets Muon; role 'unknown' asks."""
+    """The default for one leaf. `view` is the matrix it has, Muon or not; role 'unknown' asks."""
 
     label: str
     view: MatrixView | None
@@ -100,7 +100,7 @@ def _hidden_row(leaf: Leaf, name: Names, near: Neighbours) -> Row | None:
 
 
 def _open_module(leaf: Leaf, name: Names, role: Row | None, says: ModuleSays, near: Neighbours) -> _Open:
-    """A leaf of a framework's own module: the class gives the axes; the path still tells heads and patches."""
+    """A leaf of a framework's own module: the class gives the axes, the path tells heads and patches."""
     if says.role == "hidden":
         if role is not None and role.rule in ("head", "patch embedding"):
             return _Open(role)
@@ -139,11 +139,11 @@ def _open_hidden(
         window = leaf.shape[0] == leaf.shape[1] <= 16 and leaf.ndim == 4
         if not (window and not stacked and name.leaf == "kernel"):
             return _Open(_UNKNOWN)
-        return _Open(_WINDOW, tuple(fits(leaf.shape, ("in in in out",))), flagged=True)
+        row, options = _WINDOW, tuple(fits(leaf.shape, ("in in in out",)))
     windows = row.rule in ("convolution", "kernel", "shape")
     if windows and len(options[0].side("in")) > 1 and all(leaf.shape[f.side("in")[-1]] == 1 for f in options):
         return _Open(Row("depthwise", "depthwise", "one input channel per filter: no channels are mixed"))
-    return _Open(row, options, flagged=row.leaf == r"weights?")
+    return _Open(row, options, flagged=row is _WINDOW or row.leaf == r"weights?")
 
 
 def _low_rank(name: Names, leaf: Leaf, near: Neighbours) -> bool:
@@ -164,7 +164,7 @@ def _member(leaf: Leaf, name: Names, opened: _Open) -> Member:
         if lengths == {0}:
             # A stack of experts may be a scan of its own inside an unstacked block.
             layers = () if "stack" not in opened.options[0].tokens else None
-        elif lengths == {1}:
+        elif lengths == {1} and "stack" not in opened.options[0].tokens:
             layers = tuple(f.layers[0] for f in opened.options)
     return Member(name.raw, leaf.shape, layers)
 

@@ -1,4 +1,4 @@
-"""Equinox's own classes. A module tree holds them, so their leaves are known without a path: weights are (out, in)."""
+"""Equinox's own classes: a module tree holds them, so its leaves need no path. Weights are (out, in)."""
 
 _NORM = {"weight": ("norm", ""), "bias": ("bias", ""), "g": ("norm", "")}
 _CELL = {
@@ -8,6 +8,8 @@ _CELL = {
     "bias_n": ("bias", ""),
 }
 
+_NORMS = ("LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm", "InstanceNorm", "WeightNorm", "SpectralNorm")
+
 MODULES = {
     "Linear": {"weight": ("hidden", "out in"), "bias": ("bias", "")},
     "Conv": {"weight": ("hidden", "conv"), "bias": ("bias", "")},
@@ -16,5 +18,8 @@ MODULES = {
     "GRUCell": _CELL,
     "LSTMCell": _CELL,
     "PReLU": {"negative_slope": ("scalar", "")},
-    **dict.fromkeys(("LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm", "InstanceNorm", "WeightNorm", "SpectralNorm"), _NORM),
+    **dict.fromkeys(
+        ("LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm", "InstanceNorm", "WeightNorm", "SpectralNorm"),
+        _NORM,
+    ),
 }

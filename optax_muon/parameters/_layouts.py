@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
+from optax_muon.parameters._linen import CONV
 from optax_muon.parameters._matrix_view import MatrixView
 from optax_muon.parameters._names import Names, Row, fullmatch, plain
 from optax_muon.parameters._paths import Leaf
@@ -114,7 +115,7 @@ class Neighbours:
         return tuple(c for c in self.children(name.raw[:depth]) if c != name.raw[depth])
 
     def partners(self, name: Names) -> list[tuple[str, Leaf]]:
-        """The matrices beside a leaf: (component, leaf) of sibling leaves, or of sibling modules' same leaf."""
+        """The matrices beside a leaf: (component, leaf) of sibling leaves, or of sibling modules."""
         module, leaf = name.raw[:-1], name.raw[-1]
         if name.is_weight and module:
             directory = module[:-1]
@@ -175,8 +176,8 @@ def find(
         batch: batch axes that metadata names, or None.
 
     Returns:
-        What is left: one fit, or the same layout over layer axis 0 and 1. Empty when a leaf of rank 3 or more keeps
-        no layout or too many.
+        What is left: one fit, or the same layout over layer axis 0 and 1. Empty when a leaf of rank 3 or more
+        keeps no layout or too many.
     """
     named, told = sure and bool(layouts), batch is not None
     options = fits(leaf.shape, layouts or GENERAL, batch)
@@ -204,7 +205,7 @@ def find(
     if stacked:
         options, by_norms = _narrow(options, lambda f: len(f.layers) == stacked)
         told |= by_norms
-    elif name.in_stack:
+    elif name.in_stack and layouts != CONV:
         options, by_name = _narrow(options, lambda f: len(f.layers) == 1)
         told |= by_name and bool(layouts)
     if not options or (not named and leaf.ndim > 2 and not told):
@@ -231,8 +232,8 @@ def _narrow(options: list[Fit], keep: Callable[[Fit], bool]) -> tuple[list[Fit],
 
 
 def _has_features(f: Fit, leaf: Leaf) -> bool:
-    owner = leaf.owner
-    n_in, n_out = owner.fact("in_features"), owner.fact("out_features")
+    n_in = leaf.owner and leaf.owner.fact("in_features")
+    n_out = leaf.owner and leaf.owner.fact("out_features")
     if n_in is None or n_out is None:
         return True
     n_in = (n_in,) if isinstance(n_in, int) else n_in
@@ -241,7 +242,7 @@ def _has_features(f: Fit, leaf: Leaf) -> bool:
 
 
 def _maps_back(f: Fit, shape: Sequence[int], others: list[Fit], other_shape: Sequence[int]) -> bool:
-    """Whether another matrix, laid out alike, maps the outputs of this one back to its inputs (or the reverse)."""
+    """Whether another matrix, laid out alike, maps the outputs of this one back to its inputs."""
 
     def fits_with(g: Fit) -> bool:
         if len(g.layers) != len(f.layers) or len(g.tokens) != len([t for t in f.tokens if not t.isdigit()]):

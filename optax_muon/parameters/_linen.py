@@ -1,4 +1,4 @@
-"""Tables of the Flax families: names that Linen, Transformers' Flax models, T5X, MaxText and plain trees use."""
+"""Tables of the Flax families: Linen, Transformers' Flax models, T5X, MaxText, and plain trees."""
 
 from optax_muon.parameters._names import Row
 
@@ -22,7 +22,10 @@ QUERY = (
     rf"(?:to_|w_?)?(?:{_QKV})(?:_(?:proj|projection|kernel|lin|linear|dense|w))?"
     r"|w?(?:q|k|v|kv)_(?:a|b|up|down)(?:_proj)?"
 )
-FUSED = r"(?:to_|w_?)?(?:qkv|kv)(?:_(?:proj|projection|kernel|dense))?|c_attn|in_proj|query_key_value|fused_qkv|attn_qkv"
+FUSED = (
+    r"(?:to_|w_?)?(?:qkv|kv)(?:_(?:proj|projection|kernel|dense))?"
+    r"|c_attn|in_proj|query_key_value|fused_qkv|attn_qkv"
+)
 OUT = (
     r"(?:to_|w_?)?(?:o|out|output)(?:_(?:proj|projection|kernel|dense|w))?|c_proj|proj"
     r"|(?:attn|attention)_(?:o|out|output|proj)(?:_proj)?"
@@ -83,6 +86,14 @@ ROLES = (
 _BACK = (rf"{OUT}|wo|o", MERGE_HEADS)
 _FORTH = (r"(?:to_|w_?)?(?:q|query)(?:_(?:proj|projection|kernel|dense|w))?", SPLIT_HEADS)
 HIDDEN = (
+    Row(
+        "weight",
+        "hidden",
+        "output-first weights (out, in)",
+        leaf=r"weights?",
+        layouts=("out in",),
+        sure=False,
+    ),
     Row(
         "attention",
         "hidden",
@@ -154,14 +165,6 @@ HIDDEN = (
     ),
     Row(
         "dense", "hidden", "dense layers (in, out)", subject=r"(?:\w+_)?dense", auto=True, layouts=("in out",)
-    ),
-    Row(
-        "weight",
-        "hidden",
-        "output-first weights (out, in)",
-        leaf=r"weights?",
-        layouts=("out in",),
-        sure=False,
     ),
     Row(
         "dense",

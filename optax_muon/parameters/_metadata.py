@@ -1,21 +1,12 @@
-"""What logical axis names (Linen boxes, NNX Variables) say: the vocabulary, batch axes, and where heads end."""
+"""What logical axis names (Linen boxes, NNX Variables) say: vocabulary, batch axes, where heads end."""
+
+import itertools
 
 from optax_muon.parameters._paths import Leaf
 
 VOCAB = {"vocab", "vocabulary", "vocab_size"}
-BATCH = {
-    "layers",
-    "layer",
-    "num_layers",
-    "stack",
-    "stage",
-    "stages",
-    "expert",
-    "experts",
-    "exp",
-    "qkv",
-    "kv_pair",
-}
+BATCH = {"layers", "layer", "num_layers", "stack", "stage", "stages", "expert", "experts", "exp"}
+BATCH |= {"qkv", "kv_pair"}
 EXPERT = {"expert", "experts", "exp"}
 HEADS = {
     "heads",
@@ -28,7 +19,7 @@ HEADS = {
     "q_head_dim",
     "v_head_dim",
 }
-# Logical names that say nothing by themselves, but that the axes are named logically, so that no stack is unnamed.
+# Names that decide nothing, but show that the axes are named logically, so that no stack goes unnamed.
 OTHER = {"embed", "mlp", "joined_kv", "hidden", "model", "features", "lora", "q_lora", "kv_lora", "norm"}
 
 
@@ -58,7 +49,7 @@ def layout(leaf: Leaf) -> str | None:
     if len(names) < 3:
         return None
     heads = [name in HEADS for name in names]
-    if heads[0] == heads[-1] or sum(a != b for a, b in zip(heads, heads[1:], strict=False)) != 1:
+    if heads[0] == heads[-1] or sum(a != b for a, b in itertools.pairwise(heads)) != 1:
         return None
     split = heads.index(not heads[0])
     return " ".join(["in"] * split + ["out"] * (len(names) - split))

@@ -1,6 +1,7 @@
 """The words of a path, and the rows of the tables that match them."""
 
 import dataclasses
+import itertools
 import re
 from functools import cached_property, lru_cache
 
@@ -122,11 +123,8 @@ class Names:
     @property
     def in_stack(self) -> bool:
         """Whether a container named like a stack holds its layers in the arrays, not in a list."""
-        pairs = zip(self.folded, self.folded[1:], strict=False)
-        return any(
-            a in ("layers", "blocks", "h", "stack", "layer", "block", "scan", "scanned") and not b.isdigit()
-            for a, b in pairs
-        )
+        words = ("layers", "blocks", "h", "stack", "scan", "scanned")
+        return any(snake(a) in words and not b.isdigit() for a, b in itertools.pairwise(self.raw))
 
 
 def fullmatch(pattern: str, text: str) -> bool:

@@ -49,5 +49,7 @@ MODULES = {
     "ConvTranspose": LINEN_MODULES["ConvTranspose"],
     "Embed": LINEN_MODULES["Embed"],
     "LoRA": {"lora_a": ("hidden", "in out"), "lora_b": ("hidden", "in out")},
-    **dict.fromkeys(("LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm", "InstanceNorm"), LINEN_MODULES["LayerNorm"]),
+    **dict.fromkeys(
+        ("LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm", "InstanceNorm"), LINEN_MODULES["LayerNorm"]
+    ),
 }

@@ -1,4 +1,4 @@
-"""Leaves and their slash paths in any container, with what the container knows of them: axis names, module types."""
+"""Leaves and their slash paths in any container, with the axis names and module types that it knows."""
 
 import dataclasses
 import warnings
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.core as jax_core
 import numpy as np
 
 # What a module may tell about the arrays it owns. Names and attributes only: no framework is imported here.
@@ -74,9 +75,10 @@ def by_path(tree: Any, params: Any, what: str, is_value: Callable[[Any], bool]) 
     """The value for each leaf of `params` from a tree or prefix of values in any container.
 
     Args:
-        tree: values in a pytree that has the paths of `params` or prefixes of them, or a function of `params` that
-            returns one. Dict, FrozenDict, State and module match each other; a module full of values is data even
-            if it can be called. Entries that no leaf needs are ignored. None stands for "nothing said".
+        tree: values in a pytree that has the paths of `params` or prefixes of them, or a function of `params`
+            that returns one. Dict, FrozenDict, State and module match each other; a module full of values is
+            data even if it can be called. Entries that no leaf needs are ignored. None stands for "nothing
+            said".
         params: the tree that is asked for.
         what: the argument's name, for the message.
         is_value: tells a value from a container.
@@ -88,7 +90,8 @@ def by_path(tree: Any, params: Any, what: str, is_value: Callable[[Any], bool]) 
         ValueError: a leaf has no entry. TypeError: an entry is no value.
 
     Example:
-        >>> by_path({"a": "x", "b": {"c": "y"}}, {"a": [1, 2], "b": {"c": 3}}, "labels", lambda v: isinstance(v, str))
+        >>> params = {"a": [1, 2], "b": {"c": 3}}
+        >>> by_path({"a": "x", "b": {"c": "y"}}, params, "labels", lambda v: isinstance(v, str))
         ['x', 'x', 'y']
     """
     return [value for value, _ in entries_by_path(tree, params, what, is_value)]
@@ -118,7 +121,7 @@ def entries_by_path(
                 break
         else:
             raise ValueError(
-                f"{what} has no entry for `{'/'.join(components)}`. Give one at that path or at a prefix of it "
+                f"{what} has no entry for `{'/'.join(components)}`. Give one at that path or above it "
                 "(None leaves the choice to the rules)."
             )
     return found
@@ -170,7 +173,7 @@ def shared_leaves(params: Any) -> list[tuple[int, int]]:
     first: dict[int, int] = {}
     pairs = []
     for position, (_, leaf, _) in enumerate(flatten(params)):
-        if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, (jax.Array, np.ndarray)):
+        if isinstance(leaf, jax_core.Tracer) or not isinstance(leaf, (jax.Array, np.ndarray)):
             continue
         if id(leaf) in first:
             pairs.append((first[id(leaf)], position))

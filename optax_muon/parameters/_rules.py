@@ -29,8 +29,8 @@ class Rule:
 
     Args:
         pattern: a regular expression for the whole path, `re.fullmatch`.
-        assignment: a `MatrixView` (Muon on these matrices), None (AdamW), or a label: 'muon' (with the view that
-            the tables know), 'adamw', 'frozen', or one of your own for `transforms=`.
+        assignment: a `MatrixView` (Muon on these matrices), None (AdamW), or a label: 'muon' (with the view
+            that the tables know), 'adamw', 'frozen', or one of your own for `transforms=`.
         because: a reason for `describe`.
 
     Raises:
@@ -38,8 +38,7 @@ class Rule:
         TypeError: the pattern is no string, or the assignment none of the three.
 
     Example:
-        >>> Rule(r".*/experts/w_up", MatrixView(reduction_axes=-2, output_axes=-1), because="(E, in, out)").pattern
-        '.*/experts/w_up'
+        >>> experts = Rule(r".*/experts/w_up", MatrixView(-2, -1), because="(E, in, out)")
         >>> b_only = Rule(r".*/lora_a(/kernel)?", None, because="Muon on LoRA's B, AdamW on its A")
     """
 
@@ -61,7 +60,8 @@ class Rule:
             ) from error
         if not isinstance(self.assignment, MatrixView | str | None):
             raise TypeError(
-                f"Rule({self.pattern!r}): assignment={self.assignment!r}; give a MatrixView, None (AdamW) or a label."
+                f"Rule({self.pattern!r}): assignment={self.assignment!r}; "
+                "give a MatrixView, None (AdamW) or a label."
             )
         if self.assignment == "":
             raise ValueError(f"Rule({self.pattern!r}): the label is empty; for AdamW give None.")
@@ -77,7 +77,8 @@ class Decision:
         dtype: name of its dtype.
         label: 'muon', 'adamw', 'frozen' or a label of the user's.
         view: the matrices (resolved), for 'muon' and for the user's labels where they are known; else None.
-        role: 'hidden', 'embedding', 'head', 'norm', 'bias', 'scalar', 'depthwise', 'ssm', 'vector', 'static', 'other'.
+        role: 'hidden', 'embedding', 'head', 'norm', 'bias', 'scalar', 'depthwise', 'ssm', 'vector', 'static',
+            'other'.
         rule: the rule that decided.
         because: its reason.
         flagged: whether it is a guess worth a look.
@@ -95,7 +96,7 @@ class Decision:
 
 
 def decays(decision: Decision) -> bool:
-    """Whether weight decay reaches a leaf by default: matrices and embeddings, not norms, biases and scalars."""
+    """Whether weight decay reaches a leaf by default: matrices and embeddings, not norms, biases, scalars."""
     return decision.role not in ("norm", "bias", "scalar", "ssm", "static") and decision.label != FROZEN
 
 
@@ -106,25 +107,27 @@ def decide(
 ) -> tuple[Decision, ...]:
     """Label and matrix view of every leaf.
 
-    First match wins: `param_labels`, then `rules`, then axis names, module types, tables of path words, shape.
+    First match wins: `param_labels`, then `rules`, axis names, module types, tables of path words, shape.
 
     Args:
         params: any pytree of arrays, `ShapeDtypeStruct`s or tracers.
         rules: a Rule or several.
         param_labels: labels in a tree or prefix with the paths of `params` (any container), or a function of
-            `params` that returns one. At a leaf, 'muon' insists on Muon; above leaves it reaches those that are
-            hidden matrices, embeddings or heads and leaves the others their label. None leaves the choice.
+            `params` that returns one. At a leaf, 'muon' insists on Muon; above leaves it reaches those that
+            are hidden matrices, embeddings or heads and leaves the others their label. None leaves the
+            choice.
 
     Returns:
         One decision per leaf, in the order of `jax.tree.leaves(params)`.
 
     Raises:
-        ValueError: leaves of rank 3 or more that nothing matches, complex leaves, views that do not fit, 'muon' for
-            a leaf without a matrix, a leaf without a label.
+        ValueError: leaves of rank 3 or more that nothing matches, complex leaves, views that do not fit,
+            'muon' for a leaf without a matrix, a leaf without a label.
         TypeError: a leaf that is no array, a label that is no string, rules that are no Rules.
 
     Example:
-        >>> [(d.path, d.label) for d in decide({"dense": {"kernel": jnp.zeros((4, 8)), "bias": jnp.zeros(8)}})]
+        >>> params = {"dense": {"kernel": jnp.zeros((4, 8)), "bias": jnp.zeros(8)}}
+        >>> [(d.path, d.label) for d in decide(params)]
         [('dense/bias', 'adamw'), ('dense/kernel', 'muon')]
     """
     rules = as_rules(rules)
@@ -136,6 +139,13 @@ def decide(
     if not has_holes(params):
         _warn(leaves, decisions, rules, params)
     return decisions
+
+
+def decide_leaves(leaves: tuple[Leaf, ...]) -> tuple[Decision | None, ...]:
+    """The default decision of each leaf record; None where nothing says which matrix it is."""
+    return tuple(
+        _one(leaf, draft, None, None, False) for leaf, draft in zip(leaves, _drafts(leaves), strict=True)
+    )
 
 
 def as_rules(rules: Rule | Sequence[Rule] | None) -> tuple[Rule, ...]:
@@ -157,8 +167,8 @@ def param_labels(params: Any, rules: Rule | Sequence[Rule] | None = None) -> Any
         rules: a Rule or several, before the tables.
 
     Returns:
-        A tree with the structure of `params`: 'muon', 'adamw', 'frozen' (leaves that are not floating), or a label
-        that a rule gives.
+        A tree with the structure of `params`: 'muon', 'adamw', 'frozen' (leaves that are not floating), or a
+        label that a rule gives.
 
     Raises:
         ValueError, TypeError: as `decide`.
@@ -168,9 +178,10 @@ def param_labels(params: Any, rules: Rule | Sequence[Rule] | None = None) -> Any
         {'embed': {'embedding': 'adamw'}, 'up': {'kernel': 'muon'}}
 
     Note:
-        `optax.multi_transform` calls its label function on the gradients at every update. Where those lack what the
-        params have (boxes, axis names, module types, another dtype), the labels can differ between the two and the
-        state no longer fits. `muon` guards against that; a bare `optax.multi_transform` does not, so pass it labels
+        `optax.multi_transform` calls its label function on the gradients at every update. Where those lack
+        what the params have (boxes, axis names, module types, another dtype), the labels can differ between
+        the two and the state no longer fits. `muon` guards against that; a bare `optax.multi_transform` does
+        not, so pass it labels
         computed once: `optax.multi_transform(transforms, param_labels(params))`.
     """
     return jax.tree.unflatten(jax.tree.structure(params), [d.label for d in decide(params, rules)])
@@ -204,7 +215,7 @@ def rules_from_names(names: Sequence[str], params: Sequence[Any]) -> tuple[Rule,
         params: the parameters, in the same order.
 
     Returns:
-        One rule per parameter, for a list or tuple in this order: `muon(lr, rules=rules_from_names(names, params))`.
+        One rule per parameter, for a list or tuple in this order.
 
     Raises:
         ValueError: the lengths differ, a name stands twice, or as `decide`.
@@ -217,8 +228,8 @@ def rules_from_names(names: Sequence[str], params: Sequence[Any]) -> tuple[Rule,
     """
     if len(names) != len(params) or len(set(names)) != len(names):
         raise ValueError(
-            f"rules_from_names: got {len(names)} names ({len(set(names))} distinct) for {len(params)} parameters; "
-            "give one name of its own for each."
+            f"rules_from_names: got {len(names)} names ({len(set(names))} distinct) for {len(params)} "
+            "parameters; give one name of its own for each."
         )
     by_name = {d.path: d for d in decide(dict(zip(names, params, strict=True)))}
     out = []
@@ -252,7 +263,8 @@ def _decide(
     matched = _matches(tuple(leaf.path for leaf in leaves), rules)
     out, unmatched = [], []
     for i, (leaf, draft) in enumerate(zip(leaves, _drafts(leaves), strict=True)):
-        rule = None if matched[i] is None else rules[matched[i]]
+        first = matched[i]
+        rule = None if first is None else rules[first]
         label, exact = (None, False) if given is None else given[i]
         decision = _one(leaf, draft, rule, label, exact)
         if decision is None:
@@ -308,15 +320,16 @@ def _checked(leaf: Leaf, draft: Draft, base: Decision, view: MatrixView | None, 
         return dataclasses.replace(base, label=FROZEN, role="static", flagged=False)
     if kind == "complex" and (base.label == MUON or not own):
         raise ValueError(
-            f"`{leaf.path}` has dtype {leaf.dtype}; Muon and AdamW here train real parameters. Store its real and "
-            "imaginary parts, or give it a label of its own with transforms={label: transformation}, or 'frozen'."
+            f"`{leaf.path}` has dtype {leaf.dtype}; Muon and AdamW here train real parameters. "
+            "Store its real and imaginary parts, or give it a label of its own with "
+            "transforms={label: transformation}, or 'frozen'."
         )
     if draft.role == "unknown" and not own:
         return None
     if base.label == MUON and view is None:
         raise ValueError(
-            f"`{leaf.path}` has shape {leaf.shape} and is labelled 'muon', but no rule says which matrix it is. Add "
-            f"{_ready_view(leaf)} to rules=, or label it 'adamw'."
+            f"`{leaf.path}` has shape {leaf.shape} and is labelled 'muon', but no rule says which matrix it "
+            f"is. Add {_ready_view(leaf)} to rules=, or label it 'adamw'."
         )
     role = "other" if base.role == "unknown" else base.role
     return dataclasses.replace(base, view=None if base.label in (ADAMW, FROZEN) else view, role=role)
@@ -377,7 +390,8 @@ def _warn(
         if not any(re.fullmatch(rule.pattern, leaf.path) for leaf in leaves):
             paths = ", ".join(f"`{leaf.path}`" for leaf in leaves[:3])
             warn_once(f"Rule({rule.pattern!r}) matches no leaf. Patterns match whole paths, such as {paths}.")
-    hidden = [leaf.path for leaf, draft in zip(leaves, _drafts(leaves), strict=True) if draft.label == MUON]
+    pairs = zip(leaves, _drafts(leaves), strict=True)
+    hidden = [leaf.path for leaf, draft in pairs if draft.label == MUON and number_kind(leaf.dtype) == "real"]
     # A label of the user's own may be Muon too.
     if hidden and all(d.label in (ADAMW, FROZEN) for d in decisions):
         warn_once(
@@ -388,6 +402,7 @@ def _warn(
         if decisions[a].label != decisions[b].label:
             warn_once(
                 f"`{decisions[a].path}` and `{decisions[b].path}` are one array, but rules give it "
-                f"'{decisions[a].label}' ({decisions[a].rule}) and '{decisions[b].label}' ({decisions[b].rule}). "
+                f"'{decisions[a].label}' ({decisions[a].rule}) and '{decisions[b].label}' "
+                f"({decisions[b].rule}). "
                 "Keep one of the leaves, or give both one label."
             )

@@ -11,7 +11,8 @@ class Member:
     Attributes:
         path: its components.
         shape: its shape.
-        layers: the layer axes that are still possible; () for a leaf that is known to be unstacked, None if unknown.
+        layers: the layer axes that are still possible; () for a leaf that is known to be unstacked, None if
+            unknown.
     """
 
     path: tuple[str, ...]
@@ -22,8 +23,9 @@ class Member:
 def layer_axis(member: Member, members: Sequence[Member]) -> tuple[int, str]:
     """The layer axis of a leaf that allows both 0 and 1, and why.
 
-    All leaves of one scan have the same number of layers on the same axis. Directories are searched outwards from
-    the leaf while everything in them is stacked; the first that allows one axis alone decides. When none does, the
+    All leaves of one scan have the same number of layers on the same axis. Directories are searched outwards
+    from the leaf while everything in them is stacked; the first that allows one axis alone decides. When none
+    does, the
     shorter axis is taken: models are wider than deep.
     """
     for depth in range(len(member.path) - 1, -1, -1):
@@ -44,5 +46,5 @@ def layer_axis(member: Member, members: Sequence[Member]) -> tuple[int, str]:
 
 def _plausible(axis: int, unit: Sequence[Member]) -> bool:
     lengths = {m.shape[axis] for m in unit}
-    # Lone kernels of different stacks can share a width by chance; then that "depth" exceeds every other length.
+    # Lone kernels of different stacks can share a width by chance; as a depth it would exceed the rest.
     return len(lengths) == 1 and (len(unit) == 1 or max(lengths) <= max(m.shape[1 - axis] for m in unit))
