@@ -4,6 +4,7 @@ from optax_muon.sharding._buckets import Group, Kind, LeafSpec, Part, Plan, make
 from optax_muon.sharding._layer_sharding import orthogonalize_leaves
 from optax_muon.sharding._mesh import Placement, find_placement, platform_of
 from optax_muon.sharding._state_sharding import (
+    constrain,
     is_spec,
     like_param,
     reshard_like,
@@ -18,6 +19,7 @@ __all__ = [
     "Part",
     "Placement",
     "Plan",
+    "constrain",
     "find_placement",
     "is_spec",
     "like_param",

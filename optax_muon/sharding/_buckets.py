@@ -21,10 +21,12 @@ from optax_muon.parameters import MatrixView
 
 Axes = tuple[str, ...]
 
-# Local bytes of one concatenated stack; a larger group is divided, which bounds what is alive at a time.
+# Local bytes of one concatenated stack; a larger group is divided, which bounds what is alive at a time. A stack that
+# is worked on where it lies is overwritten in place; one that travels in rounds needs a second one for the results.
 STACK_BYTES = 1 << 30
+TRAVELLING_STACK_BYTES = 512 << 20
 # Local bytes of one exchange; a larger stack travels in rounds.
-ROUND_BYTES = 128 << 20
+ROUND_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +84,14 @@ class Group:
         owner_axes: mesh axes that cut the matrices: these exchange pieces.
         spread_axes: further mesh axes that share the work; the results are gathered over them.
         batch_axes: mesh axes that cut the stack: each of their shards is a problem of its own.
-        size: elements of one device's piece of one unit.
+        piece: shape in which one device's piece of one unit travels: as it lies, or flat where kinds differ.
         wire_dtype: dtype name.
         owners: number of devices that share the units.
         slots: rows of the table, a multiple of chunk * rounds.
         start: the owner at which the units of the last, incomplete row start.
         chunk: slots worked on at a time.
-        rounds: number of exchanges in each direction.
+        rounds: number of exchanges in each direction. Where there are several, the last one starts early enough
+            to be full, and what it does twice comes out the same twice.
     """
 
     matrices: tuple[tuple[int, int, int], ...]
@@ -97,7 +100,7 @@ class Group:
     owner_axes: Axes
     spread_axes: Axes
     batch_axes: Axes
-    size: int
+    piece: tuple[int, ...]
     wire_dtype: str
     owners: int
     slots: int
@@ -111,21 +114,27 @@ class Group:
 
     @property
     def full(self) -> int:
-        """Number of units before the last, incomplete row."""
+        """Number of units before the last, incomplete row of a single round."""
         return self.count // self.owners * self.owners
 
+    def kinds_in_order(self) -> np.ndarray:
+        """int32[count]: the kind of every unit."""
+        return np.repeat([part.kind for part in self.parts], [part.count for part in self.parts]).astype(
+            np.int32
+        )
+
     def table(self) -> np.ndarray:
-        """int32[owners, slots]: the kind of the unit in each slot, or -1 where the slot is empty."""
-        kinds = np.repeat([part.kind for part in self.parts], [part.count for part in self.parts])
+        """int32[slots, owners] of a single round: the kind of the unit in each slot, -1 where the slot is empty."""
+        kinds = self.kinds_in_order()
         table = np.full(self.slots * self.owners, -1, np.int32)
         table[: self.full] = kinds[: self.full]
         last = self.full + self.start
         table[last : last + self.count - self.full] = kinds[self.full :]
-        return table.reshape(self.slots, self.owners).T
+        return table.reshape(self.slots, self.owners)
 
     def moved_bytes(self, sizes: dict[str, int]) -> int:
         """Bytes that one device puts on the wire and takes from it, both ways (output bytes of the collectives)."""
-        row = self.size * jnp.dtype(self.wire_dtype).itemsize
+        row = _unit_bytes(self)
         pieces, spread = _size(self.owner_axes, sizes), _size(self.spread_axes, sizes)
         exchange = 2 * self.slots * pieces * row if pieces > 1 else 0
         return exchange + (self.slots * pieces * spread * row if spread > 1 else 0)
@@ -226,17 +235,27 @@ def _gather_units(leaves: Sequence[LeafSpec], sizes: dict[str, int], spread: Axe
         spread_axes = tuple(name for name in sizes if name in spread and name not in cut)
         for piece, (kind, count) in enumerate(units_of(leaf, sizes)):
             matrices = _matrices(kind)
-            size = math.prod(kind.local_shape(sizes))
+            local = kind.local_shape(sizes)
             alike = kind if kind.view is not None and kind.view.blocks else None
-            key = (matrices, alike, owner_axes, batch_axes, spread_axes, size, leaf.wire_dtype, leaf.varying)
+            key = (
+                matrices,
+                alike,
+                owner_axes,
+                batch_axes,
+                spread_axes,
+                math.prod(local),
+                leaf.wire_dtype,
+                leaf.varying,
+            )
             group = found.setdefault(
                 key,
-                Group(matrices, (), (), owner_axes, spread_axes, batch_axes, size, leaf.wire_dtype,
+                Group(matrices, (), (), owner_axes, spread_axes, batch_axes, local, leaf.wire_dtype,
                       _size(owner_axes + spread_axes, sizes), 0, 0, 1, 1),
             )  # fmt: skip
             kinds = group.kinds if kind in group.kinds else (*group.kinds, kind)
             parts = (*group.parts, Part(i, piece, count, kinds.index(kind)))
-            found[key] = dataclasses.replace(group, kinds=kinds, parts=parts)
+            travels = local if local == group.piece else (math.prod(local),)
+            found[key] = dataclasses.replace(group, kinds=kinds, parts=parts, piece=travels)
     return found
 
 
@@ -248,12 +267,13 @@ def _matrices(kind: Kind) -> tuple[tuple[int, int, int], ...]:
 
 
 def _divide(group: Group) -> list[Group]:
-    """Divides the parts so that no concatenated stack exceeds STACK_BYTES; a single part is never divided."""
-    unit = group.size * _itemsize(group)
+    """Divides the parts so that no concatenated stack exceeds its limit; a single part is never divided."""
+    unit = _unit_bytes(group)
+    limit = STACK_BYTES if group.owners == 1 else TRAVELLING_STACK_BYTES
     out: list[list[Part]] = [[]]
     total = 0
     for part in group.parts:
-        if out[-1] and total + part.count * unit > STACK_BYTES:
+        if out[-1] and total + part.count * unit > limit:
             out.append([])
             total = 0
         out[-1].append(part)
@@ -267,7 +287,7 @@ def _shape_group(group: Group, chunk: Callable[[int, int], int]) -> Group:
     alone = min(max(1, chunk(m, n) // number) for number, m, n in group.matrices)
     at_a_time = _even(rows, alone)
     chunks = -(-rows // at_a_time)
-    row_bytes = group.size * group.owners * _itemsize(group)
+    row_bytes = _unit_bytes(group) * group.owners
     per_round = max(1, ROUND_BYTES // (row_bytes * at_a_time)) if group.owners > 1 else chunks
     per_round = _even(chunks, per_round)
     rounds = -(-chunks // per_round)
@@ -289,12 +309,13 @@ def _place_last_row(group: Group, loads: np.ndarray, axes: Sequence[tuple[str, i
     view = np.moveaxis(loads, order, range(len(order)))
     dims = view.shape[: len(order)]
     busy = view.reshape(*dims, -1).max(-1).reshape(group.owners)
-    left = group.count - group.full
+    left = group.count - group.full if group.rounds == 1 else 0
     start = 0
     if left:
         windows = np.lib.stride_tricks.sliding_window_view(busy, left)
         start = int(np.lexsort((windows.sum(-1), windows.max(-1)))[0])
-    work = np.full(group.owners, group.full // group.owners * unit)
+    rows = group.full // group.owners if group.rounds == 1 else group.slots
+    work = np.full(group.owners, rows * unit)
     work[start : start + left] += unit
     view += work.reshape(*dims, *[1] * (loads.ndim - len(order)))
     return dataclasses.replace(group, start=start)
@@ -308,5 +329,5 @@ def _size(axes: Sequence[str], sizes: dict[str, int]) -> int:
     return math.prod(sizes[name] for name in axes)
 
 
-def _itemsize(group: Group) -> int:
-    return jnp.dtype(group.wire_dtype).itemsize
+def _unit_bytes(group: Group) -> int:
+    return math.prod(group.piece) * jnp.dtype(group.wire_dtype).itemsize

@@ -110,10 +110,9 @@ def _on_each_device(plan: Plan, orthogonalize: Orthogonalize, *leaves: Array) ->
     stacks = [_take_apart(leaf, x) for leaf, x in zip(plan.leaves, leaves, strict=True)]
     done: list[list[Any]] = [[None] * len(stack) for stack in stacks]
     for group in plan.groups:
-        units = [stacks[part.leaf][part.piece] for part in group.parts]
-        table = _fill(units, group)
-        table = _travel_and_work(table, group, sizes, orthogonalize)
-        for part, y in zip(group.parts, _empty(table, group), strict=True):
+        rows = [stacks[part.leaf][part.piece].reshape(-1, *group.piece) for part in group.parts]
+        carry = _in_one_round if group.rounds == 1 else _in_rounds
+        for part, y in zip(group.parts, carry(rows, group, sizes, orthogonalize), strict=True):
             done[part.leaf][part.piece] = y
     return tuple(
         _put_together(leaf, ys, x.shape).astype(_result_dtype(x.dtype))
@@ -121,14 +120,12 @@ def _on_each_device(plan: Plan, orthogonalize: Orthogonalize, *leaves: Array) ->
     )
 
 
-def _take_apart(leaf: LeafSpec, x: Array) -> list[Shaped[Array, "units size"]]:
+def _take_apart(leaf: LeafSpec, x: Array) -> list[Shaped[Array, "units ..."]]:
     """A device's piece of a leaf as rows, one per unit (`units_of` gives the order)."""
-    x = x.astype(leaf.wire_dtype)
     batch, rest = _axes(leaf)
     if any(leaf.spec[axis] for axis in rest):
-        count = math.prod(x.shape[axis] for axis in batch)
-        return [x.transpose(*batch, *rest).reshape(count, -1)]
-    return [y.reshape(y.shape[0], -1) for y in to_matrices(x, leaf.view)]
+        return [x.transpose(*batch, *rest).reshape(-1, *(x.shape[axis] for axis in rest))]
+    return list(to_matrices(x, leaf.view))
 
 
 def _put_together(leaf: LeafSpec, rows: Sequence[Array], shape: tuple[int, ...]) -> Array:
@@ -148,80 +145,73 @@ def _axes(leaf: LeafSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return batch, tuple(axis for axis in range(len(leaf.shape)) if axis not in batch)
 
 
-def _fill(units: Sequence[Shaped[Array, "_ size"]], group: Group) -> Shaped[Array, "slots owners size"]:
-    """Rows of all parts -> the group's table; empty slots are zero."""
-    before, rows, left = group.full, [], group.count - group.full
-    for y in units:
-        head = y[: max(0, before)]
-        rows += [head, y[head.shape[0] :]] if 0 < before < y.shape[0] else [y]
-        before -= y.shape[0]
-    at = next(
-        (i for i, n in enumerate(np.cumsum([0, *(y.shape[0] for y in rows)])) if n == group.full), len(rows)
-    )
-    blank = functools.partial(jnp.zeros, dtype=group.wire_dtype)
-    rows.insert(at, blank((group.start, group.size)))
-    after = group.slots * group.owners - group.full - group.start - left
-    rows.append(blank((after, group.size)))
-    rows = [y for y in rows if y.shape[0]]
-    table = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
-    return table.reshape(group.slots, group.owners, group.size)
+def _in_one_round(
+    rows: Sequence[Shaped[Array, "_ ..."]], group: Group, sizes: dict[str, int], orthogonalize: Orthogonalize
+) -> list[Shaped[Array, "_ ..."]]:
+    """Lays the rows into the table of the group, lets it travel once, and takes the rows out again."""
+    left, after, before = group.count - group.full, [], []
+    seen = 0
+    for x in rows:  # the incomplete last row of the table may cut one of the parts
+        cut = min(max(group.full - seen, 0), x.shape[0])
+        seen += x.shape[0]
+        before += [x[:cut].astype(group.wire_dtype)] if cut else []
+        after += [x[cut:].astype(group.wire_dtype)] if cut < x.shape[0] else []
+    gap, rest = group.start, group.slots * group.owners - group.full - group.start - left
+    pads = [[jnp.zeros((n, *group.piece), group.wire_dtype)] if n else [] for n in (gap, rest)]
+    parts = [*before, *pads[0], *after, *pads[1]]
+    table = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    table = table.reshape(group.slots, group.owners, *group.piece)
+    table = _exchange_and_work(table, _my_column(group.table(), group), group, sizes, orthogonalize)
 
-
-def _empty(table: Shaped[Array, "slots owners size"], group: Group) -> list[Shaped[Array, "_ size"]]:
-    """Inverse of `_fill`: the rows of every part."""
-    flat = table.reshape(-1, group.size)
-    last = group.full + group.start
-    out, taken = [], 0
+    flat, out, taken = table.reshape(-1, *group.piece), [], 0
     for part in group.parts:
         stop = taken + part.count
         head = flat[min(taken, group.full) : min(stop, group.full)]
-        first, final = (last + max(n - group.full, 0) for n in (taken, stop))
-        tail = flat[first:final]
-        out.append(head if final == first else tail if not head.shape[0] else jnp.concatenate([head, tail]))
+        tail = flat[max(taken, group.full) + gap : max(stop, group.full) + gap]
+        out.append(
+            head if stop <= group.full else tail if taken >= group.full else jnp.concatenate([head, tail])
+        )
         taken = stop
     return out
 
 
-def _travel_and_work(
-    table: Shaped[Array, "slots owners size"],
-    group: Group,
-    sizes: dict[str, int],
-    orthogonalize: Orthogonalize,
-) -> Shaped[Array, "slots owners size"]:
-    """All rounds of a group; one round has no loop around its exchange."""
-    kinds = _my_kinds(group)
-    if group.rounds == 1:
-        return _one_round(table, kinds, group, sizes, orthogonalize)
-    length = group.slots // group.rounds
+def _in_rounds(
+    rows: Sequence[Shaped[Array, "_ ..."]], group: Group, sizes: dict[str, int], orthogonalize: Orthogonalize
+) -> list[Shaped[Array, "_ ..."]]:
+    """As many units at a time as one exchange may carry, so that temporaries do not grow with the stack."""
+    length = group.slots // group.rounds * group.owners
+    stack = rows[0] if len(rows) == 1 else jnp.concatenate([x.astype(group.wire_dtype) for x in rows])
+    kinds = jnp.asarray(group.kinds_in_order())
 
-    def body(i: Array, table: Array) -> Array:
-        rows = lax.dynamic_slice_in_dim(table, i * length, length)
-        mine = lax.dynamic_slice_in_dim(kinds, i * length, length)
-        rows = _one_round(rows, mine, group, sizes, orthogonalize)
-        return lax.dynamic_update_slice_in_dim(table, rows, i * length, 0)
+    def turn(i: Array, done: Array) -> Array:
+        start = jnp.minimum(i * length, group.count - length)
+        table = lax.dynamic_slice_in_dim(stack, start, length).astype(group.wire_dtype)
+        mine = lax.dynamic_slice_in_dim(kinds, start, length).reshape(-1, group.owners)
+        table = table.reshape(-1, group.owners, *group.piece)
+        table = _exchange_and_work(table, _my_column(mine, group), group, sizes, orthogonalize)
+        return lax.dynamic_update_slice_in_dim(done, table.reshape(length, *group.piece), start, 0)
 
-    return lax.fori_loop(0, group.rounds, body, table)
+    done = lax.fori_loop(0, group.rounds, turn, jnp.zeros_like(stack, group.wire_dtype))
+    starts = np.cumsum([0, *(part.count for part in group.parts)])
+    return [done[start : start + part.count] for start, part in zip(starts, group.parts, strict=False)]
 
 
-def _my_kinds(group: Group) -> Int[Array, "slots"]:
-    """The kind of the unit in each slot of this device, -1 for none."""
-    table = group.table()
+def _my_column(table: Any, group: Group) -> Int[Array, "slots"]:
+    """The entries of this device in a table [slots, owners]."""
     axes = group.spread_axes + group.owner_axes
-    if not axes or (table == table[:1]).all():
-        return jnp.asarray(table[0])
-    return jnp.asarray(table)[lax.axis_index(axes)]
+    return jnp.asarray(table)[:, lax.axis_index(axes) if axes else 0]
 
 
-def _one_round(
-    table: Shaped[Array, "rows owners size"],
+def _exchange_and_work(
+    table: Shaped[Array, "rows owners ..."],
     kinds: Int[Array, "rows"],
     group: Group,
     sizes: dict[str, int],
     orthogonalize: Orthogonalize,
-) -> Shaped[Array, "rows owners size"]:
+) -> Shaped[Array, "rows owners ..."]:
     """Exchange, work on whole matrices, exchange back."""
     spread, cut = (math.prod(sizes[name] for name in axes) for axes in (group.spread_axes, group.owner_axes))
-    x = table.reshape(-1, spread, cut, group.size)
+    x = table.reshape(-1, spread, cut, *group.piece)
     x = x[:, 0] if spread == 1 else lax.dynamic_index_in_dim(x, lax.axis_index(group.spread_axes), 1, False)
     if cut > 1:
         x = lax.all_to_all(x, group.owner_axes, 1, 1, tiled=True)
@@ -229,18 +219,18 @@ def _one_round(
     if cut > 1:
         x = lax.all_to_all(x, group.owner_axes, 1, 1, tiled=True)
     x = x[:, None] if spread == 1 else lax.all_gather(x, group.spread_axes, axis=1)
-    return x.reshape(-1, spread * cut, group.size)
+    return x.reshape(-1, spread * cut, *group.piece)
 
 
 def _work(
-    stack: Shaped[Array, "rows pieces size"],
+    stack: Shaped[Array, "rows pieces ..."],
     kinds: Int[Array, "rows"],
     group: Group,
     sizes: dict[str, int],
     orthogonalize: Orthogonalize,
-) -> Shaped[Array, "rows pieces size"]:
+) -> Shaped[Array, "rows pieces ..."]:
     """Every row is all pieces of one unit; a few rows at a time, in place, skipping what is empty."""
-    some_empty = group.owners > 1 and group.count < group.slots * group.owners
+    some_empty = group.owners > 1 and group.rounds == 1 and group.count < group.slots * group.owners
     n = stack.shape[0] // group.chunk
 
     def work(units: Array, kinds: Array) -> Array:
@@ -261,7 +251,7 @@ def _work(
 
 
 def _to_short_by_long(
-    units: Shaped[Array, "rows pieces size"], kinds: Int[Array, "rows"], group: Group, sizes: dict[str, int]
+    units: Shaped[Array, "rows pieces ..."], kinds: Int[Array, "rows"], group: Group, sizes: dict[str, int]
 ) -> list[Shaped[Array, "rows _ _ _"]]:
     """The matrices of whole units, the short side first: one array per entry of `group.matrices`."""
 
@@ -278,14 +268,15 @@ def _from_short_by_long(
     kinds: Int[Array, "rows"],
     group: Group,
     sizes: dict[str, int],
-) -> Shaped[Array, "rows pieces size"]:
+) -> Shaped[Array, "rows pieces ..."]:
     """Inverse of `_to_short_by_long`."""
 
     def one(kind: Kind, matrices: Sequence[Array]) -> Array:
         view = kind.view or MatrixView((0,), (1,))
         shapes = view.matrix_shapes(kind.shape)
         upright = [x if s.fan_in <= s.fan_out else x.mT for x, s in zip(matrices, shapes, strict=True)]
-        return _split(from_matrices(upright, view, kind.shape), kind, group.owner_axes, sizes)
+        pieces = _split(from_matrices(upright, view, kind.shape), kind, group.owner_axes, sizes)
+        return pieces.reshape(-1, *group.piece)
 
     return _by_kind([functools.partial(one, kind) for kind in group.kinds], kinds, list(matrices))
 
@@ -301,22 +292,19 @@ def _by_kind(branches: Sequence[Callable[[Any], Any]], kinds: Int[Array, "rows"]
 
 
 def _join(
-    unit: Shaped[Array, "pieces size"], kind: Kind, owner_axes: tuple[str, ...], sizes: dict[str, int]
+    unit: Shaped[Array, "pieces ..."], kind: Kind, owner_axes: tuple[str, ...], sizes: dict[str, int]
 ) -> Array:
     """All devices' pieces of one unit, in mesh order -> the whole unit."""
     x = unit.reshape([sizes[name] for name in owner_axes] + list(kind.local_shape(sizes)))
     return x.transpose(_whole_order(kind, owner_axes)).reshape(kind.shape)
 
 
-def _split(
-    whole: Array, kind: Kind, owner_axes: tuple[str, ...], sizes: dict[str, int]
-) -> Shaped[Array, "pieces size"]:
-    """Inverse of `_join`."""
+def _split(whole: Array, kind: Kind, owner_axes: tuple[str, ...], sizes: dict[str, int]) -> Array:
+    """Inverse of `_join`, the axes of the mesh still apart."""
     order = _whole_order(kind, owner_axes)
     dims = [sizes[name] for name in owner_axes] + list(kind.local_shape(sizes))
     x = whole.reshape([dims[axis] for axis in order])
-    x = x.transpose([order.index(axis) for axis in range(len(order))])
-    return x.reshape(math.prod(dims[: len(owner_axes)]), -1)
+    return x.transpose([order.index(axis) for axis in range(len(order))])
 
 
 def _whole_order(kind: Kind, owner_axes: tuple[str, ...]) -> list[int]:
@@ -328,4 +316,4 @@ def _whole_order(kind: Kind, owner_axes: tuple[str, ...]) -> list[int]:
 
 
 def _result_dtype(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
+    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32

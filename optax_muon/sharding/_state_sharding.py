@@ -47,11 +47,38 @@ def zeros_like_param(param: Any, dtype: Any = None) -> Array:
 
 
 def reshard_like(x: Array, param: Any) -> Array:
-    """X with the Explicit sharding of `param`; x itself where the types tell nothing or agree."""
+    """X where `param` lies: by its type on an Explicit mesh, by its placement if both are concrete.
+
+    On an Auto mesh under `jit` neither tells anything, and x comes back as it is.
+    """
     mine, theirs = jax.typeof(x).sharding, jax.typeof(param).sharding
-    if mine == theirs or theirs.mesh.empty or AxisType.Explicit not in theirs.mesh.axis_types:
+    if not theirs.mesh.empty and AxisType.Explicit in theirs.mesh.axis_types:
+        return x if mine == theirs else jax.sharding.reshard(x, theirs)
+    place = getattr(param, "sharding", None)
+    if (
+        isinstance(x, jax.core.Tracer)
+        or isinstance(param, jax.core.Tracer)
+        or not isinstance(place, NamedSharding)
+    ):
         return x
-    return jax.sharding.reshard(x, theirs)
+    return x if x.sharding.is_equivalent_to(place, x.ndim) else jax.device_put(x, place)
+
+
+def constrain(x: Array, spec: Any) -> Array:
+    """X where a spec says, on an Auto mesh under `jit`; x itself elsewhere, where arrays and types tell.
+
+    Args:
+        x: any array.
+        spec: PartitionSpec or NamedSharding.
+
+    Returns:
+        An array equal to x.
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    if not isinstance(x, jax.core.Tracer) or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
+        return x
+    spec = spec.spec if isinstance(spec, NamedSharding) else spec
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def shard_further(

