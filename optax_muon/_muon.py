@@ -20,7 +20,7 @@ from optax_muon.transforms._checks import (
     check_unit_interval,
     is_number,
 )
-from optax_muon.transforms._momentum import is_momentum
+from optax_muon.transforms._momentum import is_momentum, on_mesh_of
 from optax_muon.transforms._scale_by_muon import (
     Nesterov,
     ScaleByMuonState,
@@ -184,9 +184,10 @@ def _init(config: MuonConfig, memo: dict, params: Any) -> Any:
     # AdamW makes its state with zeros_like, which under jit forgets the sharding of the parameter.
     return optax.tree.map_params(
         optimizer,
-        lambda s, p: like_param(s, p) if getattr(s, "shape", None) == jnp.shape(p) else s,
+        lambda s, p: like_param(s, p) if hasattr(s, "shape") and s.shape == jnp.shape(p) else s,
         optimizer.init(params),
         params,
+        transform_non_params=lambda s: on_mesh_of(s, params) if isinstance(s, jax.Array) else s,
         is_leaf=_is_state_leaf,
     )
 

@@ -84,6 +84,19 @@ def zeros_momentum(param: Any, mu_dtype: Any = None) -> Momentum:
     return Int8Momentum(values, like_param(jnp.zeros(shape, jnp.float32), largest))
 
 
+def on_mesh_of(x: Array, params: Any) -> Array:
+    """A counter, or another state that belongs to no parameter, replicated over the mesh of the parameters.
+
+    Left where JAX puts a new scalar, it would come back from the first step with another type, and the second
+    step would be compiled anew. Under `jit` the compiler places it.
+    """
+    for param in jax.tree.leaves(params):
+        sharding = None if isinstance(param, jax.core.Tracer) else getattr(param, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(param, jax.Array):
+            return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))
+    return x
+
+
 def read_momentum(stored: Momentum) -> Float[Array, "..."]:
     """The momentum as a floating array of the parameter's shape: float32 if it was stored in int8."""
     if not isinstance(stored, Int8Momentum):

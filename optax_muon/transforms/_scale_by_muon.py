@@ -11,10 +11,11 @@ import optax
 
 from optax_muon.orthogonalization import Orthogonalizer
 from optax_muon.parameters import Rule, by_path
-from optax_muon.sharding import is_spec, orthogonalize_leaves, platform_of
+from optax_muon.sharding import is_spec, orthogonalize_leaves, platform_of, reshard_like
 from optax_muon.transforms._checks import check_choice, check_float_dtype, check_instance, check_unit_interval
 from optax_muon.transforms._momentum import (
     check_mu_dtype,
+    on_mesh_of,
     read_momentum,
     write_momentum,
     zeros_momentum,
@@ -94,7 +95,7 @@ def scale_by_orthogonal_momentum(
 
     def init(params: optax.Params) -> ScaleByMuonState:
         return ScaleByMuonState(
-            count=jnp.zeros([], jnp.int32),
+            count=on_mesh_of(jnp.zeros([], jnp.int32), params),
             mu=jax.tree.map(lambda p: zeros_momentum(p, mu_dtype), params),
         )
 
@@ -104,9 +105,11 @@ def scale_by_orthogonal_momentum(
         paths_and_views = views_of(updates if params is None else params)
         b = momentum(state.count) if callable(momentum) else momentum
         stored = treedef.flatten_up_to(state.mu)
+        # Momentum may be cut over more devices than its parameter (ZeRO-1): gradients come to it, updates go back.
+        held = [read_momentum(m) for m in stored]
         moments = [
-            accumulate(g, read_momentum(m), b, state.count, nesterov)
-            for g, m in zip(gradients, stored, strict=True)
+            accumulate(reshard_like(g, m), m, b, state.count, nesterov)
+            for g, m in zip(gradients, held, strict=True)
         ]
         here = _on_platform(orthogonalizer, platform_of(gradients, param_specs))
         orthogonal = orthogonalize_leaves(
@@ -124,7 +127,11 @@ def scale_by_orthogonal_momentum(
             pmap_axis_name=pmap_axis_name,
             manual_batch_axes=tuple(manual_batch_axes),
         )
-        result = [x.astype(g.dtype) for x, g in zip(orthogonal, gradients, strict=True)]
+        homes = gradients if params is None else jax.tree.leaves(params)
+        result = [
+            reshard_like(x.astype(g.dtype), home)
+            for x, g, home in zip(orthogonal, gradients, homes, strict=True)
+        ]
         mu = [write_momentum(new, old) for (new, _), old in zip(moments, stored, strict=True)]
         return treedef.unflatten(result), ScaleByMuonState(
             count=optax.safe_increment(state.count), mu=treedef.unflatten(mu)
