@@ -43,13 +43,17 @@ def load(text: Sequence[str] = (), tokens: str | None = None) -> Corpus:
 def standard_library() -> Corpus:
     """The `.py` files of this Python's standard library as bytes. One in ten, by hash, is held out."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    train, valid = [], []
+    train, valid, seen = [], [], set()
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         name = path.relative_to(root).as_posix()
         if path.name.startswith(SKIPPED_PREFIXES) or SKIPPED_FOLDERS.intersection(name.split("/")):
             continue
+        content = path.read_bytes()
+        if content in seen:  # a copy must not lie on both sides of the split
+            continue
+        seen.add(content)
         held_out = hashlib.sha256(name.encode()).digest()[0] < 26  # 26 of 256
-        (valid if held_out else train).append(path.read_bytes())
+        (valid if held_out else train).append(content)
     name = f"standard library of Python {platform.python_version()}"
     # A zero byte, which no source file holds, ends each file.
     return _corpus(name, *(np.frombuffer(b"\0".join(files), np.uint8) for files in (train, valid)), vocab=256)
