@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from optax_muon.parameters import leaf_paths
 from optax_muon.sharding import reshard_like, zeros_like_param
 from optax_muon.transforms._checks import check_float_dtype
+from optax_muon.transforms._momentum import on_mesh_of
 
 
 class AccumulateGradientsState(NamedTuple):
@@ -91,8 +92,8 @@ def accumulate_gradients(
 
     def init(params: optax.Params) -> AccumulateGradientsState:
         return AccumulateGradientsState(
-            micro_step=jnp.zeros([], jnp.int32),
-            step=jnp.zeros([], jnp.int32),
+            micro_step=on_mesh_of(jnp.zeros([], jnp.int32), params),
+            step=on_mesh_of(jnp.zeros([], jnp.int32), params),
             mean=jax.tree.map(lambda p: _zero_mean(p, dtype), params),
             inner_state=inner.init(params),
         )
