@@ -1,6 +1,7 @@
 """What a leaf gets when the user says nothing: by axis names, module types, path words, shape."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from optax_muon.parameters import _linen, _nnx
@@ -157,6 +158,7 @@ def _low_rank(name: Names, leaf: Leaf, near: Neighbours) -> bool:
 
 def _member(leaf: Leaf, name: Names, opened: _Open) -> Member:
     layers: tuple[int, ...] | None = None
+    fans: tuple[tuple[int, int], ...] = ()
     if opened.row.role == "norm" and leaf.owner is None:
         layers = {1: (), 2: (0, 1)}.get(leaf.ndim)
     elif opened.options:
@@ -166,11 +168,15 @@ def _member(leaf: Leaf, name: Names, opened: _Open) -> Member:
             layers = () if "stack" not in opened.options[0].tokens else None
         elif lengths == {1} and "stack" not in opened.options[0].tokens:
             layers = tuple(f.layers[0] for f in opened.options)
-    return Member(name.raw, leaf.shape, layers)
+            sides = [(f.sizes(leaf.shape, "in"), f.sizes(leaf.shape, "out")) for f in opened.options]
+            fans = tuple((math.prod(n_in), math.prod(n_out)) for n_in, n_out in sides)
+    return Member(name.raw, leaf.shape, layers, fans)
 
 
 def _close(position: int, leaf: Leaf, opened: _Open, members: Sequence[Member]) -> Draft:
     row = opened.row
+    if row.role == "unknown" and 0 in leaf.shape:
+        return Draft("adamw", None, "vector", "shape", "nothing in it")
     if row.role != "hidden":
         view = _spare_view(leaf, row.role)
         return Draft("adamw", view, row.role, row.rule, row.because)

@@ -1,7 +1,7 @@
 """Whether a scan put its layer axis first or second: told by the leaves of the same scan."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,38 +13,55 @@ class Member:
         shape: its shape.
         layers: the layer axes that are still possible; () for a leaf that is known to be unstacked, None if
             unknown.
+        fans: (fan_in, fan_out) of a matrix for each of `layers`; () for a norm.
     """
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
     layers: tuple[int, ...] | None
+    fans: tuple[tuple[int, int], ...] = ()
 
 
 def layer_axis(member: Member, members: Sequence[Member]) -> tuple[int, str]:
     """The layer axis of a leaf that allows both 0 and 1, and why.
 
-    All leaves of one scan have the same number of layers on the same axis. Directories are searched outwards
-    from the leaf while everything in them is stacked; the first that allows one axis alone decides. When none
-    does, the
-    shorter axis is taken: models are wider than deep.
+    All leaves of one scan have the same number of layers on the same axis, and a scan carries what it reads:
+    some width is both a fan_in and a fan_out. The largest directory around the leaf in which everything is
+    stacked and only one axis fulfils both decides, then smaller ones. Where none does (an ensemble carries
+    nothing), the common length alone decides; when that is no help either, the shorter axis: models are wider
+    than deep.
     """
-    for depth in range(len(member.path) - 1, -1, -1):
+    units = list(_units(member, members))
+    for unit in units:
+        told = {m.layers[0] for m in unit if m.layers is not None and len(m.layers) == 1}
+        if len(told) == 1 and _same_length(axis := told.pop(), unit):
+            return axis, "as the leaves around it"
+        possible = [axis for axis in (0, 1) if _same_length(axis, unit) and _carries(axis, unit)]
+        if len(possible) == 1:
+            return possible[0], "the length that the leaves around it share"
+    for unit in reversed(units):
+        possible = [axis for axis in (0, 1) if _same_length(axis, unit)]
+        # Lone kernels of different stacks may share a width, which is no depth.
+        if possible == [0] or (
+            possible == [1] and max(m.shape[1] for m in unit) <= max(m.shape[0] for m in unit)
+        ):
+            return possible[0], "the length that the leaves around it share"
+    shorter = int(member.shape[1] < member.shape[0])
+    return shorter, "guessed: the shorter of the first two; name the axes or add a Rule"
+
+
+def _units(member: Member, members: Sequence[Member]) -> Iterator[list[Member]]:
+    """The stacked leaves of each directory around a leaf, largest first, where nothing is unstacked."""
+    for depth in range(len(member.path)):
         unit = [m for m in members if m.path[:depth] == member.path[:depth] and m.layers is not None]
-        if any(m.layers == () for m in unit):
-            break
-        settled = {m.layers[0] for m in unit if m.layers is not None and len(m.layers) == 1}
-        if len(settled) == 1:
-            return settled.pop(), "as the leaves around it"
-        if not settled:
-            possible = [axis for axis in (0, 1) if _plausible(axis, unit)]
-            if len(possible) == 1:
-                return possible[0], "the length that all leaves around it share"
-    return int(
-        member.shape[1] < member.shape[0]
-    ), "guessed: the shorter of the first two; name the axes or add a Rule"
+        if all(m.layers for m in unit):
+            yield unit
 
 
-def _plausible(axis: int, unit: Sequence[Member]) -> bool:
-    lengths = {m.shape[axis] for m in unit}
-    # Lone kernels of different stacks can share a width by chance; as a depth it would exceed the rest.
-    return len(lengths) == 1 and (len(unit) == 1 or max(lengths) <= max(m.shape[1 - axis] for m in unit))
+def _same_length(axis: int, unit: Sequence[Member]) -> bool:
+    return len({m.shape[axis] for m in unit}) == 1
+
+
+def _carries(axis: int, unit: Sequence[Member]) -> bool:
+    fans = [m.fans[m.layers.index(axis)] for m in unit if m.fans and m.layers and axis in m.layers]
+    return not {n_in for n_in, _ in fans}.isdisjoint(n_out for _, n_out in fans)
