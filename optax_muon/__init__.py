@@ -5,6 +5,7 @@ everything else with AdamW.
 """
 
 from optax_muon import _recipes as recipes
+from optax_muon._accumulation import accumulate_gradients
 from optax_muon._describe import Description, describe
 from optax_muon._muon import Muon, muon
 from optax_muon._orthogonalize import orthogonalize
@@ -61,6 +62,7 @@ __all__ = [
     "Rule",
     "ScaleByMuonState",
     "ScaleByNormuonState",
+    "accumulate_gradients",
     "add_cautious_decayed_weights",
     "contiguous_blocks",
     "describe",
