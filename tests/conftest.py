@@ -10,7 +10,9 @@ os.environ.setdefault("MPLBACKEND", "agg")
 # and a wrong argument must meet our own message.
 from jaxtyping import install_import_hook
 
-install_import_hook([f"optax_muon.{layer}" for layer in ("orthogonalization", "parameters", "sharding")], "beartype.beartype")
+install_import_hook(
+    [f"optax_muon.{layer}" for layer in ("orthogonalization", "parameters", "sharding")], "beartype.beartype"
+)
 
 import jax
 import numpy as np
