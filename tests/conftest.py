@@ -1,4 +1,4 @@
-"""The hostile configuration every test runs under: 8 CPU devices, warnings are errors, silent promotion raises."""
+"""The hostile configuration of every test: 8 CPU devices, warnings are errors, silent promotion raises."""
 
 import os
 
@@ -6,25 +6,22 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("MPLBACKEND", "agg")
 
-# The shapes in the signatures are checked here and nowhere else: in the layers that handle arrays. Above them users come in,
-# and a wrong argument must meet our own message.
+# The shapes in the signatures are checked here and nowhere else: in the layers that handle arrays. Above them
+# users come in, and a wrong argument must meet our own message.
 from jaxtyping import install_import_hook
 
-install_import_hook(
-    [f"optax_muon.{layer}" for layer in ("orthogonalization", "parameters", "sharding")], "beartype.beartype"
-)
+LAYERS = ("orthogonalization", "parameters", "sharding")
+install_import_hook([f"optax_muon.{layer}" for layer in LAYERS], "beartype.beartype")
 
 import jax
 import numpy as np
 import pytest
 
-# Directories of layers that use no Optax. optax.adamw and schedules promote Python floats that strict promotion refuses.
-STRICT = ("orthogonalization", "parameters", "sharding")
 
-
+# The same layers use no Optax; optax.adamw and schedules promote Python floats that strict promotion refuses.
 @pytest.fixture(autouse=True)
 def _silent_promotion_raises(request):
-    strict = request.path.parent.name in STRICT
+    strict = request.path.parent.name in LAYERS
     with (
         jax.numpy_dtype_promotion("strict" if strict else "standard"),
         jax.numpy_rank_promotion("raise" if strict else "allow"),

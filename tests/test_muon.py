@@ -53,7 +53,7 @@ def assert_orthogonal(update, scale):
 def test_matrices_take_muon_and_the_rest_is_adamw_exactly():  # Moonlight #23, OLMo-core #854
     params, gradients = tree(), tree(10)
     tx = muon(1e-2, adamw_b1=0.8, adamw_b2=0.99, adamw_eps=1e-6)
-    # Optax's own adamw differs by an ulp between trees (it compiles its bias correction per tree), so: the same tree.
+    # Optax's own adamw differs by an ulp between trees (it compiles its bias correction per tree).
     rest = lambda t: t | {"hidden": {"bias": t["hidden"]["bias"]}}
     decayed = {"hidden": {"bias": False}, "embed": {"embedding": True}, "norm": {"scale": False}}
     adamw = optax.adamw(1e-2, b1=0.8, b2=0.99, eps=1e-6, weight_decay=0.1, mask=decayed)
@@ -513,7 +513,7 @@ def test_complex_parameters_raise():  # optax #1494
 
 
 def test_scale_by_muon_refuses_leaves_that_are_no_matrix():
-    with pytest.raises(ValueError, match="scale_by_muon takes matrices only.*hidden/bias"):
+    with pytest.raises(ValueError, match=r"scale_by_muon takes matrices only.*hidden/bias"):
         scale_by_muon().update(tree(), scale_by_muon().init(tree()), tree())
 
 
