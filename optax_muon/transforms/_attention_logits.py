@@ -59,7 +59,8 @@ def max_attention_logits(
             f"max_attention_logits: query_block={query_block} does not divide the {time} query positions."
         )
     shape = (*query.shape[:-3], heads, time, source)
-    if mask is not None and jnp.broadcast_shapes(mask.shape, shape) != shape:
+    sides = () if mask is None else zip(reversed(mask.shape), reversed(shape), strict=False)
+    if mask is not None and (mask.ndim > len(shape) or any(n not in (1, side) for n, side in sides)):
         raise ValueError(
             f"max_attention_logits: mask has shape {mask.shape}, which does not broadcast to {shape}."
         )

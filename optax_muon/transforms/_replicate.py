@@ -1,4 +1,4 @@
-"""Small arrays whole on every device of an Explicit mesh, where types would forbid what follows on a shard."""
+"""Small arrays, whole on every device of an Explicit mesh, where types forbid some operations on a shard."""
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
