@@ -30,13 +30,31 @@ def newton_schulz(
     Returns:
         The same shape and dtype.
     """
-    x = unit_frobenius(x)
     for step, (a, b, c) in enumerate(coefficients):
-        gram = products.gram(x)
         if step == 0:
-            scale = gram_scale(gram, normalization)
-            x = scale * x
-            gram = scale * gram * (scale if isinstance(scale, float) else jnp.swapaxes(scale, -1, -2))
+            x, gram = first_gram(x, normalization, products)
+        else:
+            gram = products.gram(x)
         polynomial = b * gram + c * products.symmetric(gram, gram) if c else b * gram
         x = a * x + products.matmul(polynomial, x)
     return x
+
+
+def first_gram(
+    x: Float[Array, "*batch m n"], normalization: Normalization, products: Products
+) -> tuple[Float[Array, "*batch m n"], Float[Array, "*batch m m"]]:
+    """The normalised matrix and its Gram matrix; forms of normalisation that need a Gram matrix share this
+    one.
+    """
+    x = unit_frobenius(x)
+    gram = products.gram(x)
+    scale = gram_scale(gram, normalization)
+    if isinstance(scale, float):
+        return (x, gram) if scale == 1.0 else (scale * x, scale * scale * gram)
+    return scale * x, scale * gram * jnp.swapaxes(scale, -1, -2)
+
+
+def newton_schulz_flops(short: int, long: int, coefficients: Coefficients, symmetric: float) -> float:
+    """Operations of one matrix; `symmetric` is the share of a product that a symmetric one costs."""
+    wide, cube = 2.0 * long * short**2, 2.0 * short**3
+    return sum(wide * symmetric + (cube * symmetric if c else 0.0) + wide for _, _, c in coefficients)

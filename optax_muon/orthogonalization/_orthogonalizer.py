@@ -1,7 +1,9 @@
 """How a matrix is orthogonalised, as one value: method, coefficients, normalisation, precision."""
 
 import dataclasses
+import functools
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -9,8 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
+from optax_muon.orthogonalization._choices import (
+    gram_from_ratio,
+    matrices_at_a_time,
+    on_cpu,
+    symmetric_blocks,
+)
 from optax_muon.orthogonalization._coefficients import KELLER, Coefficients
-from optax_muon.orthogonalization._newton_schulz import newton_schulz
+from optax_muon.orthogonalization._gram_newton_schulz import (
+    UNSAFE_SLOPE,
+    gram_flops,
+    gram_newton_schulz,
+    input_width,
+    largest_slope,
+    restart_schedule,
+)
+from optax_muon.orthogonalization._newton_schulz import newton_schulz, newton_schulz_flops
 from optax_muon.orthogonalization._normalization import as_normalization
 from optax_muon.orthogonalization._svd import polar_factor
 from optax_muon.orthogonalization._symmetric_matmul import Products, storage_dtype
@@ -112,11 +128,21 @@ class Orthogonalizer:
 
     def _wide(self, x: Float[Array, "*batch m n"], platform: str | None) -> Float[Array, "*batch m n"]:
         m, n = x.shape[-2:]
-        products = Products(self.matmul_dtype(x.dtype, platform), jax.lax.Precision[self.precision.upper()])
-        method = self.chosen_method(m, n, platform)
+        dtype = self.matmul_dtype(x.dtype, platform)
+        method = self.chosen_method(m, n, platform, x.dtype)
         if method == "svd":
             return polar_factor(x)
-        return newton_schulz(x, self.coefficients, self.normalization, products)
+        products = Products(dtype, jax.lax.Precision[self.precision.upper()], symmetric_blocks(m, platform))
+        if method == "newton_schulz":
+            return newton_schulz(x, self.coefficients, self.normalization, products)
+        restarts = self._restarts(dtype)
+        slope = largest_slope(self.coefficients, restarts)
+        if slope > UNSAFE_SLOPE[input_width(dtype)]:
+            _warn_unsafe(restarts, dtype.name, round(slope), restart_schedule(self.coefficients, dtype))
+        return gram_newton_schulz(x, self.coefficients, self.normalization, products, restarts)
+
+    def _restarts(self, dtype: Any) -> tuple[int, ...]:
+        return restart_schedule(self.coefficients, dtype) if self.restarts is None else self.restarts
 
     def matmul_dtype(self, dtype: Any, platform: str | None = None) -> np.dtype:
         """What the inputs of matrix products are rounded to, for an array of this dtype."""
@@ -124,7 +150,7 @@ class Orthogonalizer:
             return jnp.dtype(self.compute_dtype)
         if jnp.dtype(dtype) == jnp.float64:
             return jnp.dtype(jnp.float64)
-        return jnp.dtype(jnp.float32 if _platform(platform) == "cpu" else jnp.bfloat16)
+        return jnp.dtype(jnp.float32 if on_cpu(platform) else jnp.bfloat16)
 
     def wire_dtype(self, dtype: Any, platform: str | None = None) -> np.dtype:
         """What a matrix is rounded to before it travels between devices: `matmul_dtype`, but not float16,
@@ -133,31 +159,43 @@ class Orthogonalizer:
         compute = self.matmul_dtype(dtype, platform)
         return jnp.dtype(jnp.float32) if compute == jnp.float16 else compute
 
-    def chosen_method(self, m: int, n: int, platform: str | None = None) -> str:
+    def chosen_method(self, m: int, n: int, platform: str | None = None, dtype: Any = jnp.float32) -> str:
         """The method that matrices of this shape get: `method` itself, or what `'auto'` takes."""
-        del m, n, platform
-        return "newton_schulz" if self.method == "auto" else self.method
+        if self.method != "auto":
+            return self.method
+        short, long = sorted((m, n))
+        ratio = gram_from_ratio(self.coefficients, self.matmul_dtype(dtype, platform), platform)
+        return "gram_newton_schulz" if short and long >= ratio * short else "newton_schulz"
 
     def flops(self, m: int, n: int, platform: str | None = None) -> float:
-        """Floating point operations for one matrix, in the order of magnitude that balancing work over
-        devices needs.
-        """
+        """Floating point operations for one matrix, as the compiler counts them in its matrix products."""
         short, long = sorted((m, n))
-        if self.chosen_method(m, n, platform) == "svd":
+        method = self.chosen_method(m, n, platform)
+        if method == "svd":
             # Golub and Van Loan's count for a thin SVD with both factors, and the product U Vᵀ.
             return 14.0 * long * short**2 + 8.0 * short**3 + 2.0 * long * short**2
-        cubic = 2.0 * short**3
-        wide = 2.0 * long * short**2
-        return sum(2 * wide + (cubic if c else 0.0) for _, _, c in self.coefficients)
+        blocks = symmetric_blocks(short, platform)
+        symmetric = (blocks + 1) / (2 * blocks)
+        if method == "newton_schulz":
+            return newton_schulz_flops(short, long, self.coefficients, symmetric)
+        restarts = self._restarts(self.matmul_dtype(jnp.float32, platform))
+        return sum(gram_flops(short, long, self.coefficients, restarts, symmetric))
 
-    def chunk(self, m: int, n: int) -> int:
-        """How many matrices of this shape to orthogonalise at a time."""
-        return max(1, min(64, 1024 * 1024 // max(1, m * n)))
+    def chunk(self, m: int, n: int, platform: str | None = None) -> int:
+        """How many matrices of this shape to orthogonalise at a time, at least 1."""
+        return matrices_at_a_time(m, n, platform)
 
 
-def _platform(platform: str | None) -> str:
-    platform = platform or jax.default_backend()
-    return "gpu" if platform in ("cuda", "rocm") else platform
+@functools.cache
+def _warn_unsafe(restarts: tuple[int, ...], dtype: str, slope: int, schedule: tuple[int, ...]) -> None:
+    warnings.warn(
+        f"Orthogonalizer: method='gram_newton_schulz' with restarts={restarts} and {dtype} products "
+        "amplifies rounding by a "
+        f"slope of {slope} between restarts; on some spectra singular values leave the band or overflow. "
+        "Leave restarts=None "
+        f"(here {schedule}), or take method='newton_schulz'.",
+        stacklevel=4,
+    )
 
 
 def _check_option(name: str, value: Any, options: tuple[str, ...]) -> None:
