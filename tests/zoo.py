@@ -386,6 +386,11 @@ def embeddings_and_heads():
             "dpt_head/conv": ((3, 3, 64, 1), "adamw"),
             "one_unit/kernel": ((64, 1), "adamw"),
             "row/kernel": ((1, 64), "adamw"),
+            "logitdense/kernel": ((64, 99), "adamw"),
+            "pre_logits/kernel": ((64, 48), (1, 64, 48)),
+            "x_embedder/proj/kernel": ((2, 2, 4, 64), "adamw"),
+            "final_layer/linear/kernel": ((64, 16), "adamw"),
+            "time_mix_k": ((1, 1, 64), "adamw"),
         }
     )
 
@@ -646,5 +651,8 @@ def torch_names():
             "model/layers/0/input_layernorm/weight": ((16,), "adamw"),
             "model/embed_tokens/weight": ((99, 16), "adamw"),
             "lm_head/weight": ((99, 16), "adamw"),
+            "model.layers.1.mlp.up_proj.weight": ((64, 16), (1, 16, 64)),
+            "model.layers.1.input_layernorm.weight": ((16,), "adamw"),
+            "model.embed_tokens.weight": ((99, 16), "adamw"),
         }
     )

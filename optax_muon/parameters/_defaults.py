@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 
 from optax_muon.parameters import _linen, _nnx
@@ -48,7 +49,8 @@ class _Open:
 
 def drafts(leaves: Sequence[Leaf]) -> tuple[Draft, ...]:
     """The default of every leaf of one tree."""
-    names = [Names(tuple(leaf.path.split("/")) if leaf.path else ()) for leaf in leaves]
+    # Dots too: trees with the flat names of a torch state dict.
+    names = [Names(tuple(re.split(r"[/.]", leaf.path)) if leaf.path else ()) for leaf in leaves]
     roles = [_role_row(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
     near = Neighbours(leaves, names, roles)
     table = list(zip(leaves, names, roles, strict=True))
@@ -122,6 +124,8 @@ def _open_hidden(
     leaf: Leaf, name: Names, row: Row | None, near: Neighbours, batch: frozenset[int] | None
 ) -> _Open:
     stacked = max(near.stacked(name), name.lifted)
+    if row is None and sum(n != 1 for n in leaf.shape) < 2:
+        return _Open(_VECTORS)
     if row is None:
         if batch is not None and leaf.ndim - len(batch) == 2:
             named = Row(

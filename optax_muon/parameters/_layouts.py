@@ -205,7 +205,7 @@ def find(
     if stacked:
         options, by_norms = _narrow(options, lambda f: len(f.layers) == stacked)
         told |= by_norms
-    elif name.in_stack and layouts != CONV:
+    elif name.in_stack and layouts != CONV and not (layouts and layouts[0].startswith("stack")):
         options, by_name = _narrow(options, lambda f: len(f.layers) == 1)
         told |= by_name and bool(layouts)
     if not options or (not named and leaf.ndim > 2 and not told):

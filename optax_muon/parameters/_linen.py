@@ -10,12 +10,14 @@ EMBEDDING = (
 )
 ATTENTION = r"\w*(?:attn|attention|mla|mha)\w*"
 HEAD = (
-    r"head|(?!multi_|per_|attn_|attention_|self_|kv_|q_)\w+_head|lm_head\w*|logits?|logits_\w+"
-    r"|(?!gate_|router_)\w+_logits|un_?embed\w*|classifiers?|classifier_\w+|\w+_classifier|score|output_layer"
+    r"head|(?!multi_|per_|attn_|attention_|self_|kv_|q_)\w+_head|lm_head\w*"
+    r"|logits?\w*|final_layer"
+    r"|(?!gate_|router_|pre_)\w+_logits|un_?embed\w*|classifiers?|classifier_\w+|\w+_classifier|score|output_layer"
     r"|output_projection|predictions?|readout|vocab_\w+"
 )
 ROOT_HEAD = (
-    r"outputs?|out|out_proj|output_(?:proj|dense|linear)|proj_out|fc_out|(?:linear|dense)_out|final(?:_\w+)?"
+    r"outputs?|out|out_proj|output_(?:proj|dense|linear)|proj_out|fc_out|(?:linear|dense|conv)_out"
+    r"|final(?:_\w+)?"
 )
 _QKV = r"q|k|v|query|key|value|queries|keys|values"
 QUERY = (
@@ -64,7 +66,7 @@ ROLES = (
         "patch embedding",
         "embedding",
         "patch embeddings are the input layer",
-        above=r"(?:to_)?patch_(?:embed\w*|proj\w*|conv)|patchif\w+",
+        above=r"(?:to_)?patch_(?:embed\w*|proj\w*|conv)|patchif\w+|x_embed(?:der)?",
     ),
     Row(
         "patch embedding",

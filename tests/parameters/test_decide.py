@@ -306,6 +306,13 @@ def test_labels_as_tree_prefix_function_or_module():
         {"embed": "mine", "up": "muon", "a static field": "muon"},
     ):
         assert labels(TREE, param_labels=given) == mine
+    from flax import nnx
+
+    state = nnx.State(
+        {"embed": {"embedding": nnx.Param(s(9, 4))}, "up": {k: nnx.Param(v) for k, v in TREE["up"].items()}}
+    )
+    given = jax.tree.map(lambda x: "mine" if x.shape == (9, 4) else "adamw", state)  # google/flax #5372
+    assert labels(TREE, param_labels=given, rules=Rule("up/kernel", "adamw")) == mine | {"up/kernel": "adamw"}
     with pytest.raises(ValueError, match=r"param_labels has no entry for `up/bias`"):
         decide(TREE, param_labels={"embed": "mine", "up": {"kernel": "muon"}})
     with pytest.raises(TypeError, match=r"param_labels: got True at `embed`"):
