@@ -4,11 +4,14 @@
 everything else with AdamW.
 """
 
+from optax_muon import _checkpoint as checkpoints
+from optax_muon import _diagnostics as diagnostics
 from optax_muon import _recipes as recipes
 from optax_muon._accumulation import accumulate_gradients
 from optax_muon._describe import Description, describe
 from optax_muon._muon import Muon, muon
 from optax_muon._orthogonalize import orthogonalize
+from optax_muon._state_shardings import state_shardings
 from optax_muon.orthogonalization import (
     CANS,
     CUBIC,
@@ -64,8 +67,10 @@ __all__ = [
     "ScaleByNormuonState",
     "accumulate_gradients",
     "add_cautious_decayed_weights",
+    "checkpoints",
     "contiguous_blocks",
     "describe",
+    "diagnostics",
     "interleaved_blocks",
     "matrix_views",
     "max_attention_logits",
@@ -81,4 +86,5 @@ __all__ = [
     "scale_by_normuon",
     "scale_by_shape",
     "shape_factors",
+    "state_shardings",
 ]

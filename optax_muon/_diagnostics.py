@@ -1,0 +1,289 @@
+"""What each update does to the weights, recorded in the state of the optimizer; and figures of it.
+
+Public as `optax_muon.diagnostics`, together with the functions of `_measures`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+from jaxtyping import Array
+
+from optax_muon._measures import cosine, polar_error, singular_values, spectral_norm, update_rms
+from optax_muon._muon import Muon
+from optax_muon.parameters import MatrixView, Rule, decide, leaf_paths
+from optax_muon.transforms import ScaleByMuonState
+from optax_muon.transforms._momentum import is_momentum
+
+__all__ = [
+    "Measurements",
+    "RecordState",
+    "cosine",
+    "latest",
+    "plot_history",
+    "plot_spectra",
+    "polar_error",
+    "record",
+    "singular_values",
+    "spectral_norm",
+    "update_rms",
+]
+
+
+class Measurements(NamedTuple):
+    """The last values, each f32[leaves] in the order of `jax.tree.leaves(params)`; NaN without a matrix.
+
+    Attributes:
+      update_rms: of the update as applied: rate, factor and decay included.
+      update_spectral_norm: the largest over the leaf's matrices.
+      weight_rms: before the update.
+      weight_spectral_norm: before the update; the largest over the leaf's matrices.
+      polar_error: of the update; root mean square over the leaf's matrices.
+      cosine: of the step downhill (minus the update) and the gradient.
+    """
+
+    update_rms: Any
+    update_spectral_norm: Any
+    weight_rms: Any
+    weight_spectral_norm: Any
+    polar_error: Any
+    cosine: Any
+
+
+class RecordState(NamedTuple):
+    """State of `record`.
+
+    Attributes:
+      count: int32 scalar, updates done so far.
+      values: the `Measurements` of the last recorded update.
+      inner_state: of the optimizer within.
+    """
+
+    count: Any
+    values: Measurements
+    inner_state: Any
+
+
+def record(
+    inner: optax.GradientTransformation, *, every: int = 1, rules: Sequence[Rule] | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that keeps measurements of its last update in its state.
+
+    Updates are those of `inner`, bit for bit.
+
+    Args:
+      inner: `muon`, or a chain with it.
+      every: measure at steps 0, every, 2 every, ... and keep the values in between.
+      rules: the rules given to `muon`, where `inner` is a chain and does not tell them itself.
+
+    Returns:
+      A `GradientTransformationExtraArgs` with state `RecordState(count, values, inner_state)`; read it with
+      `latest`.
+
+    Raises:
+      ValueError: `every` below 1; at `update` without parameters.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax_muon
+      >>> optimizer = optax_muon.diagnostics.record(optax_muon.muon(1.0, weight_decay=0.0))
+      >>> params = {"dense": {"kernel": jnp.eye(4, 16)}}
+      >>> updates, state = optimizer.update(params, optimizer.init(params), params)
+      >>> measured = optax_muon.diagnostics.latest(state, params)
+      >>> bool(0.6 < measured["update_spectral_norm"]["dense/kernel"] / (0.2 * 16**0.5) < 1.2)
+      True
+
+    Note:
+      Costs about 130 matrix-vector products for each matrix, 1 % of an orthogonalisation at side 1024;
+      `every` divides it.
+    """
+    if every < 1:
+        raise ValueError(f"record: every must be at least 1, got {every!r}.")
+    config = inner.config if isinstance(inner, Muon) else None
+    if config is not None and rules is None:
+        rules = config.rules
+    views: dict[tuple, dict[str, MatrixView | None]] = {}
+    optimizer = optax.with_extra_args_support(inner)
+
+    def views_of(tree: Any) -> dict[str, MatrixView | None]:
+        # What init saw stands: the parameters of an update may lack boxes and axis names (nnx.Optimizer).
+        key = tuple(zip(leaf_paths(tree), map(jnp.shape, jax.tree.leaves(tree)), strict=True))
+        if key not in views:
+            decisions = decide(tree, rules, config.param_labels if config else None)
+            views[key] = {d.path: d.view for d in decisions}
+        return views[key]
+
+    def init(params: Any) -> RecordState:
+        views_of(params)
+        blank = _beside(jnp.full(len(jax.tree.leaves(params)), jnp.nan, jnp.float32), params)
+        fields = Measurements(*[blank + 0 for _ in Measurements._fields])
+        return RecordState(jnp.zeros([], jnp.int32), fields, optimizer.init(params))
+
+    def update(updates: Any, state: RecordState, params: Any = None, **extra_args: Any):
+        if params is None:
+            raise ValueError("record measures the weights too: call update(gradients, state, params).")
+        result, inner_state = optimizer.update(updates, state.inner_state, params, **extra_args)
+        table = views_of(params)
+        on_muon = _muon_paths(inner_state)
+        chosen = [table[path] if path in on_muon else None for path in leaf_paths(params)]
+
+        def measure(_: Measurements) -> Measurements:
+            trees = (jax.tree.leaves(tree) for tree in (updates, result, params))
+            rows = [_row(*arrays, view) for *arrays, view in zip(*trees, chosen, strict=True)]
+            if not rows:
+                return state.values
+            columns = [jnp.stack(column) for column in zip(*rows, strict=True)]
+            return Measurements(*[_beside(column, params) for column in columns])
+
+        due = state.count % every == 0
+        values = (
+            measure(state.values) if every == 1 else lax.cond(due, measure, lambda old: old, state.values)
+        )
+        return result, RecordState(optax.safe_increment(state.count), values, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def latest(state: Any, params: Any) -> dict[str, dict[str, float]]:
+    """The last measurements of an optimizer with `record` in it, as Python numbers, for a logger.
+
+    Args:
+      state: the optimizer's state; `record` may stand anywhere in it.
+      params: the parameters, for their paths.
+
+    Returns:
+      {measurement: {path: value}}; a path is absent where the measurement does not apply, as the polar error
+      of a vector.
+
+    Raises:
+      ValueError: the state has no `RecordState`, or was made for other parameters.
+    """
+    is_record = lambda x: isinstance(x, RecordState)
+    found = [x for x in jax.tree.leaves(state, is_leaf=is_record) if is_record(x)]
+    if not found:
+        raise ValueError(
+            "latest: the state holds no measurements. Wrap the optimizer: record(optax_muon.muon(...))."
+        )
+    columns = {name: np.asarray(x) for name, x in zip(Measurements._fields, found[0].values, strict=True)}
+    paths, sizes = leaf_paths(params), columns["update_rms"]
+    if len(sizes) != len(paths):
+        raise ValueError(f"latest: the state measures {len(sizes)} leaves, but params has {len(paths)}.")
+    applies = {name: ~np.isnan(x) | np.isnan(sizes) for name, x in columns.items()}
+    return {
+        name: {path: float(x[i]) for i, path in enumerate(paths) if applies[name][i]}
+        for name, x in columns.items()
+    }
+
+
+def _row(gradient: Array, update: Array, weight: Array, view: MatrixView | None) -> tuple[Array, ...]:
+    """The measurements of one leaf, in the order of the fields of `Measurements`."""
+    if not update.size or not jnp.issubdtype(update.dtype, jnp.floating):
+        return (jnp.float32(jnp.nan),) * len(Measurements._fields)
+    of_update = of_weight = error = jnp.float32(jnp.nan)
+    if view is not None:
+        of_update, of_weight = (jnp.max(spectral_norm(x, view)) for x in (update, weight))
+        error = jnp.sqrt(jnp.mean(polar_error(update, view) ** 2))
+    row = (update_rms(update), of_update, update_rms(weight), of_weight, error, -cosine(update, gradient))
+    return tuple(x.astype(jnp.float32) for x in row)
+
+
+def _muon_paths(state: Any) -> set[str]:
+    """The leaves that have momentum: those that Muon trains."""
+    stops = lambda x: is_momentum(x) or isinstance(x, optax.MaskedNode)
+    found = set()
+    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ScaleByMuonState)):
+        if isinstance(node, ScaleByMuonState):
+            pairs = zip(leaf_paths(node.mu, stops), jax.tree.leaves(node.mu, is_leaf=stops), strict=True)
+            found |= {path for path, leaf in pairs if not isinstance(leaf, optax.MaskedNode)}
+    return found
+
+
+def _beside(x: Array, params: Any) -> Array:
+    """X replicated on the mesh of the parameters, if any, so that its type is the same at every step."""
+    for p in jax.tree.leaves(params):
+        if isinstance(p, jax.core.Tracer):
+            mesh = jax.typeof(p).sharding.mesh
+            explicit = not mesh.empty and set(mesh.axis_types) == {AxisType.Explicit}
+            return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec())) if explicit else x
+        if isinstance(getattr(p, "sharding", None), NamedSharding):
+            return jax.device_put(x, NamedSharding(p.sharding.mesh, PartitionSpec()))
+    return x
+
+
+# --- figures
+
+
+def plot_spectra(matrices: Mapping[str, ArrayLike], view: MatrixView | None = None, ax: Any = None) -> Any:
+    """Singular values in descending order, a line for each matrix: what orthogonalisation does to them.
+
+    Each spectrum is divided by its root mean square, so that gradient, momentum and update share one axis.
+
+    Args:
+      matrices: {label: array}, for example the gradient and the update of one leaf. Of a stack the first
+        matrix is drawn.
+      view: which axes form matrices, the same for all.
+      ax: matplotlib axes; None makes a figure.
+
+    Returns:
+      The axes.
+    """
+    ax = ax or _new_axes()
+    for label, x in matrices.items():
+        values = np.asarray(singular_values(x, view), np.float64).reshape(-1, _sides(x, view))[0]
+        scale = np.sqrt(np.mean(values**2)) or 1.0
+        ax.plot(np.arange(1, len(values) + 1), values / scale, marker=".", markersize=3, label=label)
+    ax.set_yscale("log")
+    ax.set_xlabel("index")
+    ax.set_ylabel("singular value / RMS of all")
+    ax.legend()
+    return ax
+
+
+def plot_history(
+    history: Sequence[Mapping[str, Mapping[str, float]]], measurement: str = "update_rms", ax: Any = None
+) -> Any:
+    """One measurement by leaf over time.
+
+    Args:
+      history: what `latest` returned, step by step.
+      measurement: a field of `Measurements`.
+      ax: matplotlib axes; None makes a figure.
+
+    Returns:
+      The axes.
+
+    Raises:
+      ValueError: the measurement is unknown.
+    """
+    if measurement not in Measurements._fields:
+        raise ValueError(f"measurement must be one of {Measurements._fields}, got {measurement!r}.")
+    ax = ax or _new_axes()
+    paths = list(history[0][measurement]) if history else []
+    for path in paths:
+        ax.plot([step[measurement].get(path, np.nan) for step in history], label=path, linewidth=1.2)
+    ax.set_xlabel("recorded step")
+    ax.set_ylabel(measurement.replace("_", " "))
+    if paths:
+        ax.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    return ax
+
+
+def _sides(x: ArrayLike, view: MatrixView | None) -> int:
+    if view is None:
+        return min(jnp.shape(x)[-2:])
+    (first, *_) = view.matrix_shapes(jnp.shape(x))
+    return min(first.fan_in, first.fan_out)
+
+
+def _new_axes() -> Any:
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError("Plots need matplotlib: pip install matplotlib.") from error
+    return pyplot.subplots(figsize=(6, 4), layout="constrained")[1]
