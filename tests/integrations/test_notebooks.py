@@ -16,8 +16,9 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 @pytest.mark.filterwarnings("default")  # the client's own libraries warn
 def test_runs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    # The kernel is this interpreter. A notebook that wants several devices asks for them itself.
-    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    # The kernel is this interpreter, without what conftest.py sets: a notebook that wants several devices asks
+    # for them itself, and its pictures are drawn inline.
+    env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "MPLBACKEND")}
     env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     client = nbclient.NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
