@@ -18,7 +18,8 @@ from jaxtyping import Array, Int, Shaped
 
 from optax_muon.parameters import MatrixView, from_matrices, to_matrices
 from optax_muon.sharding._buckets import Group, Kind, LeafSpec, Plan, make_plan
-from optax_muon.sharding._mesh import check_axes, check_not_shards, find_placement, varying_axes
+from optax_muon.sharding._mesh import check_axes, check_not_shards, find_placement, guess_spec, varying_axes
+from optax_muon.sharding._propagation import forward_only, lies_like
 
 Orthogonalize: TypeAlias = Callable[[Array], Array]
 
@@ -64,48 +65,59 @@ def orthogonalize_leaves(
     live = [i for i, leaf in enumerate(leaves) if leaf.size]
     if not live:
         return out
-    arrays, names = [leaves[i] for i in live], [paths[i] for i in live]
+    arrays, names, views = ([values[i] for i in live] for values in (leaves, paths, views))
+    said = None if param_specs is None else [param_specs[i] for i in live]
     check_not_shards(arrays, names, tuple(manual_batch_axes))
-    specs = None if param_specs is None else [param_specs[i] for i in live]
-    placement = find_placement(arrays, names, specs)
+    placement = find_placement(arrays, names, said)
     check_axes(mesh_axes or (), "mesh_axes", placement)
     axes = placement.axes
-    spread = tuple(name for name, _ in axes if mesh_axes is None or name in mesh_axes)
+    sharing = tuple(axis for axis in axes if mesh_axes is None or axis[0] in mesh_axes)
+    guessed = tuple(spec is None for spec in placement.specs)
+    specs = [
+        guess_spec(x.shape, view, sharing) if spec is None else spec
+        for x, view, spec in zip(arrays, views, placement.specs, strict=True)
+    ]
     if pmap_axis_name is not None:
-        axes = (*axes, (pmap_axis_name, lax.axis_size(pmap_axis_name)))
-        spread = (*spread, pmap_axis_name)
-    wire = wire_dtype if callable(wire_dtype) and not isinstance(wire_dtype, type) else lambda _: wire_dtype
+        replicas = (pmap_axis_name, lax.axis_size(pmap_axis_name))
+        axes, sharing = (*axes, replicas), (*sharing, replicas)
     facts = tuple(
-        LeafSpec(
-            name, x.shape, views[i], spec or ((),) * x.ndim, jnp.dtype(wire(x.dtype)).name, varying_axes(x)
-        )
-        for i, x, name, spec in zip(live, arrays, names, placement.specs, strict=True)
+        LeafSpec(name, x.shape, view, spec, _wire_dtype(wire_dtype, x.dtype), varying_axes(x))
+        for name, x, view, spec in zip(names, arrays, views, specs, strict=True)
     )
-    plan = make_plan(facts, axes, spread, cost, chunk)
+    plan = make_plan(facts, axes, tuple(name for name, _ in sharing), cost, chunk)
     traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
     run = _run if traced else _run_compiled
-    for i, y in zip(live, run(arrays, plan, placement.mesh, orthogonalize), strict=True):
+    for i, y in zip(live, run(arrays, guessed, plan, placement.mesh, orthogonalize), strict=True):
         out[i] = y
     return out
 
 
-def _run(leaves: Sequence[Array], plan: Plan, mesh: Any, orthogonalize: Orthogonalize) -> Sequence[Array]:
+def _run(
+    leaves: Sequence[Array], guessed: tuple[bool, ...], plan: Plan, mesh: Any, orthogonalize: Orthogonalize
+) -> list[Array]:
     local = functools.partial(_on_each_device, plan, orthogonalize)
-    if mesh is None:
-        return local(*leaves)
-    specs = tuple(PartitionSpec(*(names or None for names in leaf.spec)) for leaf in plan.leaves)
-    free = {name for name, _ in plan.axes if name in mesh.axis_names}
-    mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=free, check_vma=False
-    )
-    return mapped(*leaves)
+    inputs = [
+        # Rounded before it may have to be moved to where it was guessed to be.
+        forward_only(x.astype(leaf.wire_dtype)) if guess else x
+        for x, leaf, guess in zip(leaves, plan.leaves, guessed, strict=True)
+    ]
+    if mesh is not None:
+        specs = tuple(PartitionSpec(*(names or None for names in leaf.spec)) for leaf in plan.leaves)
+        free = {name for name, _ in plan.axes if name in mesh.axis_names}
+        local = jax.shard_map(
+            local, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=free, check_vma=False
+        )
+    return [
+        (lies_like(y, x) if guess else y).astype(_result_dtype(x.dtype))
+        for x, y, guess in zip(leaves, local(*inputs), guessed, strict=True)
+    ]
 
 
-_run_compiled = jax.jit(_run, static_argnums=(1, 2, 3))
+_run_compiled = jax.jit(_run, static_argnums=(1, 2, 3, 4))
 
 
 def _on_each_device(plan: Plan, orthogonalize: Orthogonalize, *leaves: Array) -> tuple[Array, ...]:
-    """The work of one device: [local leaf] -> [local leaf]."""
+    """The work of one device: [local leaf] -> [local leaf], the results in the wire dtype."""
     sizes = dict(plan.axes)
     stacks = [_take_apart(leaf, x) for leaf, x in zip(plan.leaves, leaves, strict=True)]
     done: list[list[Any]] = [[None] * len(stack) for stack in stacks]
@@ -115,8 +127,7 @@ def _on_each_device(plan: Plan, orthogonalize: Orthogonalize, *leaves: Array) ->
         for part, y in zip(group.parts, carry(rows, group, sizes, orthogonalize), strict=True):
             done[part.leaf][part.piece] = y
     return tuple(
-        _put_together(leaf, ys, x.shape).astype(_result_dtype(x.dtype))
-        for leaf, ys, x in zip(plan.leaves, done, leaves, strict=True)
+        _put_together(leaf, ys, x.shape) for leaf, ys, x in zip(plan.leaves, done, leaves, strict=True)
     )
 
 
@@ -313,6 +324,11 @@ def _whole_order(kind: Kind, owner_axes: tuple[str, ...]) -> list[int]:
     for axis, names in enumerate(kind.cut):
         order += [owner_axes.index(name) for name in names] + [len(owner_axes) + axis]
     return order
+
+
+def _wire_dtype(wire_dtype: Any, dtype: Any) -> str:
+    given = wire_dtype(dtype) if callable(wire_dtype) and not isinstance(wire_dtype, type) else wire_dtype
+    return jnp.dtype(given).name
 
 
 def _result_dtype(dtype: Any) -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from optax_muon.parameters import MatrixView
+
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
 
@@ -112,6 +114,37 @@ def check_axes(names: Sequence[str], argument: str, placement: Placement) -> Non
                 f"{argument}={tuple(names)!r} names the mesh axis {name!r}, but the parameters' mesh has the "
                 f"axes {placement.mesh.axis_names}. Write some of those."
             )
+
+
+def guess_spec(shape: Sequence[int], view: MatrixView, axes: Sequence[tuple[str, int]]) -> Spec:
+    """A layout to assume where nobody says how a leaf lies: the last mesh axis cuts the long side, the others the short.
+
+    This is how tensor and fsdp axes usually lie; and a leaf that is cut by fewer axes (FSDP alone, tensor parallel
+    alone, data parallel) reaches it by slicing, without a message. Where it is wrong, the compiler moves the leaf to
+    it with an exchange of its own before ours. An axis that divides no dimension is left out.
+
+    Args:
+        shape: the leaf's shape.
+        view: its resolved view.
+        axes: (name, size) of the mesh axes that may share work, in mesh order.
+
+    Returns:
+        The assumed spec; correct results do not depend on it.
+    """
+    sides = sorted(
+        (view.reduction_axes, view.output_axes),
+        key=lambda side: (math.prod(shape[a] for a in side), len(side)),
+    )
+    cut: list[Axes] = [()] * len(shape)
+    parts = [1] * len(shape)
+    for i, (name, size) in enumerate(reversed(axes)):
+        long_first = [*sides[1], *sides[0]] if i == 0 else [*sides[0], *sides[1]]
+        for axis in long_first:
+            if shape[axis] % (parts[axis] * size) == 0:
+                cut[axis] += (name,)
+                parts[axis] *= size
+                break
+    return tuple(cut)
 
 
 def _is_concrete(leaf: Any) -> bool:

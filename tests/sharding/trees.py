@@ -53,10 +53,12 @@ def ours(xs, *, views=None, paths=None, chunk=lambda m, n: 2, wire_dtype=jnp.flo
 
 def loop(xs, views=None):
     """One matrix stack of one leaf after the other, on one device."""
-    return [
-        from_matrices([ORTHOGONALIZER.apply(m) for m in to_matrices(x, view)], view, x.shape)
-        for x, view in zip(xs, views or VIEWS, strict=True)
-    ]
+    return jax.jit(
+        lambda xs: [
+            from_matrices([ORTHOGONALIZER.apply(m) for m in to_matrices(x, view)], view, x.shape)
+            for x, view in zip(xs, views or VIEWS, strict=True)
+        ]
+    )(xs)
 
 
 def error(got, want):
