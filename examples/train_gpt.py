@@ -31,7 +31,13 @@ from tqdm import tqdm
 
 import optax_muon
 
-LEARNING_RATE = {"adamw": 4e-3, "muon": 4e-3}
+# Provisional, until the sweep below has run in full on a quiet machine. Held-out loss at the end, seed 0: after 150
+# steps AdamW 1.928 at 2e-3 and 1.963 at 4e-3; after 300 steps AdamW 1.511 at 2e-3, Muon 1.356 at 4e-3. The sweep gives
+# both optimizers the same rates and the same budget:
+#   for rate in 1e-3 2e-3 4e-3 8e-3; do
+#     python examples/train_gpt.py --learning-rate $rate --out runs/rate-$rate
+#   done
+LEARNING_RATE = {"adamw": 2e-3, "muon": 4e-3}
 NAMES = {"adamw": "AdamW", "muon": "Muon"}
 COLORS = {"adamw": "#c2571a", "muon": "#2a62b0"}
 WEIGHT_DECAY = 0.1
@@ -167,7 +173,8 @@ def plot(record: dict, path: pathlib.Path) -> None:
     losses = [point["loss"] for run in runs.values() for point in run["curve"]]
     lowest, highest = min(losses), max(run["curve"][len(run["curve"]) // 10]["loss"] for run in runs.values())
     axes[0].set_ylim(lowest - 0.06 * (highest - lowest), highest + 0.06 * (highest - lowest))
-    axes[0].set_ylabel("held-out loss, nats per token")
+    unit = "byte" if record["config"]["vocab"] == 256 else "token"
+    axes[0].set_ylabel(f"held-out loss, nats per {unit}")
     axes[0].legend(frameon=False, loc="upper right")
     hidden = record["parameters"]["muon"]
     figure.suptitle(
@@ -189,7 +196,7 @@ def mark_crossing(axis, runs: dict, key: str) -> None:
     what = "steps" if key == "step" else "time"
     text = f"AdamW's final loss\nafter {x / end:.0%} of its {what}"
     arrow = {"arrowstyle": "-", "color": "0.5", "shrinkB": 5}
-    axis.annotate(text, (x, target), (0.62, 0.55), textcoords="axes fraction", arrowprops=arrow, fontsize=9)
+    axis.annotate(text, (x, target), (0.08, 0.06), textcoords="axes fraction", arrowprops=arrow, fontsize=9)
 
 
 def environment() -> dict:
