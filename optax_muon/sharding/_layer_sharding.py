@@ -229,7 +229,11 @@ def _exchange_and_work(
     x = _work(x, kinds, group, sizes, orthogonalize)
     if cut > 1:
         x = lax.all_to_all(x, group.owner_axes, 1, 1, tiled=True)
-    x = x[:, None] if spread == 1 else lax.all_gather(x, group.spread_axes, axis=1)
+    if spread == 1:
+        x = x[:, None]
+    else:  # inside a shard_map that checks types, the result must count as equal on all replicas
+        to = "invarying" if set(group.spread_axes) <= set(varying_axes(x)) else "varying"
+        x = lax.all_gather(x, group.spread_axes, axis=1, to=to)
     return x.reshape(-1, spread * cut, *group.piece)
 
 
