@@ -19,7 +19,7 @@ from optax_muon._measures import cosine, polar_error, singular_values, spectral_
 from optax_muon._muon import Muon
 from optax_muon.parameters import MatrixView, Rule, decide, leaf_paths
 from optax_muon.transforms import ScaleByMuonState
-from optax_muon.transforms._momentum import is_momentum
+from optax_muon.transforms._momentum import is_momentum, on_mesh_of
 
 __all__ = [
     "Measurements",
@@ -75,7 +75,7 @@ def record(
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer that keeps measurements of its last update in its state.
 
-    Updates are those of `inner`, bit for bit.
+    Updates are those of `inner`.
 
     Args:
       inner: `muon`, or a chain with it.
@@ -122,8 +122,11 @@ def record(
     def init(params: Any) -> RecordState:
         views_of(params)
         blank = _beside(jnp.full(len(jax.tree.leaves(params)), jnp.nan, jnp.float32), params)
-        fields = Measurements(*[blank + 0 for _ in Measurements._fields])
-        return RecordState(jnp.zeros([], jnp.int32), fields, optimizer.init(params))
+        fields = Measurements(
+            *[jnp.copy(blank) for _ in Measurements._fields]
+        )  # donation needs buffers apart
+        count = on_mesh_of(jnp.zeros([], jnp.int32), params)
+        return RecordState(count, fields, optimizer.init(params))
 
     def update(updates: Any, state: RecordState, params: Any = None, **extra_args: Any):
         if params is None:
@@ -206,14 +209,12 @@ def _muon_paths(state: Any) -> set[str]:
 
 def _beside(x: Array, params: Any) -> Array:
     """X replicated on the mesh of the parameters, if any, so that its type is the same at every step."""
-    for p in jax.tree.leaves(params):
-        if isinstance(p, jax.core.Tracer):
-            mesh = jax.typeof(p).sharding.mesh
-            explicit = not mesh.empty and set(mesh.axis_types) == {AxisType.Explicit}
-            return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec())) if explicit else x
-        if isinstance(getattr(p, "sharding", None), NamedSharding):
-            return jax.device_put(x, NamedSharding(p.sharding.mesh, PartitionSpec()))
-    return x
+    tracer = next((p for p in jax.tree.leaves(params) if isinstance(p, jax.core.Tracer)), None)
+    if tracer is None:
+        return on_mesh_of(x, params)
+    mesh = jax.typeof(tracer).sharding.mesh
+    explicit = not mesh.empty and set(mesh.axis_types) == {AxisType.Explicit}
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec())) if explicit else x
 
 
 # --- figures

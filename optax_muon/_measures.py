@@ -36,7 +36,7 @@ def update_rms(x: ArrayLike, view: MatrixView | None = None) -> Float[Array, "..
     References:
       Moonlight, arXiv 2502.16982, section 2.2: 0.2 to 0.4 in AdamW runs.
     """
-    return _measure(_rms, view, (x,), whole=True)
+    return _measure(_rms, view, (x,))
 
 
 def spectral_norm(
@@ -64,7 +64,7 @@ def spectral_norm(
     References:
       Golub and Van Loan, Matrix Computations, section 10.1.
     """
-    return _measure(functools.partial(_lanczos, iterations), view, (x,))
+    return _measure(_lanczos, view, (x,), iterations)
 
 
 def polar_error(x: ArrayLike, view: MatrixView | None = None, *, probes: int = 32) -> Float[Array, "..."]:
@@ -97,7 +97,7 @@ def polar_error(x: ArrayLike, view: MatrixView | None = None, *, probes: int = 3
     References:
       Hutchinson's estimator: Girard 1989, Hutchinson 1990.
     """
-    return _measure(functools.partial(_spread, probes), view, (x,))
+    return _measure(_spread, view, (x,), probes)
 
 
 def cosine(x: ArrayLike, y: ArrayLike, view: MatrixView | None = None) -> Float[Array, "..."]:
@@ -124,7 +124,7 @@ def cosine(x: ArrayLike, y: ArrayLike, view: MatrixView | None = None) -> Float[
         raise ValueError(
             f"cosine: x has shape {jnp.shape(x)}, but y {jnp.shape(y)}. Give arrays of one shape."
         )
-    return _measure(_cosine, view, (x, y), whole=True)
+    return _measure(_cosine, view, (x, y))
 
 
 def singular_values(x: ArrayLike, view: MatrixView | None = None) -> Float[Array, "..."]:
@@ -144,69 +144,87 @@ def singular_values(x: ArrayLike, view: MatrixView | None = None) -> Float[Array
       >>> singular_values(jnp.diag(jnp.array([1.0, 3.0]))).tolist()
       [3.0, 1.0]
     """
-    return _measure(lambda x: jnp.linalg.svd(x, compute_uv=False), view, (x,))
+    return _measure(_svd, view, (x,), 0)
 
 
-# --- arithmetic, [n, rows, columns] -> [n]
+# --- arithmetic on stacks of matrices [n, rows, columns], or on whole arrays where `number` is None
 
 
 def _measure(
-    function: Callable[..., Array], view: MatrixView | None, arrays: Sequence[Any], whole: bool = False
+    measure: Callable[..., Array], view: MatrixView | None, arrays: Sequence[Any], number: int | None = None
 ) -> Array:
+    """Checks, then one value for each matrix.
+
+    Args:
+        measure: takes stacks (and `number`), or arrays and the axes to reduce where there is no number.
+        view: which axes form matrices.
+        arrays: of one shape.
+        number: of iterations or probes; None for what needs no matrix.
+    """
     arrays = tuple(jnp.asarray(x) for x in arrays)
     first = arrays[0]
     if not jnp.issubdtype(first.dtype, jnp.floating):
         raise TypeError(f"diagnostics measure floating arrays, got {first.dtype}. Cast it first.")
-    if view is None and not whole and first.ndim < 2:
+    if view is None and number is not None and first.ndim < 2:
         raise ValueError(
             f"x has shape {first.shape}, but a matrix has rank 2, a stack of matrices more. Give a view=, or "
             f"reshape it."
         )
     if view is not None:
         view = view.resolve(first.shape, "x")
-    return _on_any_mesh(functools.partial(_stacked, function, view, whole), arrays)
+    return _compiled(measure, view, number, *arrays)
 
 
-def _stacked(function: Callable[..., Array], view: MatrixView | None, whole: bool, *arrays: Array) -> Array:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _compiled(
+    measure: Callable[..., Array], view: MatrixView | None, number: int | None, *arrays: Array
+) -> Array:
+    """The measure with the compiler placing what is in between, also on Explicit meshes; a replicated result."""
+    run = functools.partial(_stack_by_stack, measure, view, number)
+    mesh = next((m for m in (jax.typeof(x).sharding.mesh for x in arrays) if not m.empty), None)
+    if mesh is not None:
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+        if explicit:
+            everywhere = NamedSharding(mesh, PartitionSpec())
+            run = jax.sharding.auto_axes(run, axes=explicit, out_sharding=everywhere)
+    return run(*arrays)
+
+
+def _stack_by_stack(
+    measure: Callable[..., Array], view: MatrixView | None, number: int | None, *arrays: Array
+) -> Array:
     arrays = tuple(x.astype(jnp.promote_types(jnp.float32, x.dtype)) for x in arrays)
-    if view is not None:
-        stacks = zip(*(to_matrices(x, view) for x in arrays), strict=True)
-        return jnp.concatenate([function(*stack) for stack in stacks])
-    if whole:
-        return function(*(x.reshape(1, 1, -1) for x in arrays))[0]
     shape = arrays[0].shape
-    out = function(*(x.reshape(-1, *shape[-2:]) for x in arrays))
+    if view is not None:
+        last = (1, 2) if number is None else number
+        stacks = zip(*(to_matrices(x, view) for x in arrays), strict=True)
+        return jnp.concatenate([measure(*stack, last) for stack in stacks])
+    if number is None:
+        return measure(*arrays, tuple(range(len(shape))))
+    out = measure(*(x.reshape(-1, *shape[-2:]) for x in arrays), number)
     return out.reshape(*shape[:-2], *out.shape[1:])
 
 
-def _on_any_mesh(function: Callable[..., Array], arrays: Sequence[Array]) -> Array:
-    """Runs a function with the compiler placing what is in between; the result is replicated."""
-    mesh = next((m for m in (jax.typeof(x).sharding.mesh for x in arrays) if not m.empty), None)
-    if mesh is not None:
-        explicit = tuple(
-            n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit
-        )
-        if explicit:
-            everywhere = NamedSharding(mesh, PartitionSpec())
-            function = jax.sharding.auto_axes(function, axes=explicit, out_sharding=everywhere)
-    return function(*arrays)
+def _unit(x: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
+    """An array divided by its largest magnitude along the axes, and that magnitude."""
+    largest = jnp.max(jnp.abs(x), axis=axes, initial=0, keepdims=True)
+    return x / jnp.where(largest == 0, 1, largest), jnp.squeeze(largest, axes)
 
 
-def _unit(x: Array) -> tuple[Array, Array]:
-    """A stack divided by the largest magnitude of each matrix, and that magnitude."""
-    largest = jnp.max(jnp.abs(x), axis=(1, 2), initial=0)
-    return x / jnp.where(largest == 0, 1, largest)[:, None, None], largest
+def _rms(x: Array, axes: tuple[int, ...]) -> Array:
+    x, largest = _unit(x, axes)
+    return largest * jnp.sqrt(jnp.mean(x**2, axis=axes))
 
 
-def _rms(x: Array) -> Array:
-    x, largest = _unit(x)
-    return largest * jnp.sqrt(jnp.mean(x**2, axis=(1, 2)))
+def _cosine(x: Array, y: Array, axes: tuple[int, ...]) -> Array:
+    (x, _), (y, _) = _unit(x, axes), _unit(y, axes)
+    norms = jnp.sqrt(jnp.sum(x**2, axis=axes)) * jnp.sqrt(jnp.sum(y**2, axis=axes))
+    return jnp.sum(x * y, axis=axes) / jnp.where(norms == 0, 1, norms)
 
 
-def _cosine(x: Array, y: Array) -> Array:
-    (x, _), (y, _) = _unit(x), _unit(y)
-    norms = jnp.sqrt(jnp.sum(x**2, axis=(1, 2))) * jnp.sqrt(jnp.sum(y**2, axis=(1, 2)))
-    return jnp.sum(x * y, axis=(1, 2)) / jnp.where(norms == 0, 1, norms)
+def _svd(x: Array, _: int) -> Array:
+    return jnp.linalg.svd(x, compute_uv=False)
 
 
 def _short_first(x: Array) -> Array:
@@ -219,8 +237,8 @@ def _times(x: Array, y: Array) -> Array:
     return dot(x, dot(x.mT, y))
 
 
-def _lanczos(iterations: int, x: Array) -> Array:
-    x, largest = _unit(_short_first(x))
+def _lanczos(x: Array, iterations: int) -> Array:
+    x, largest = _unit(_short_first(x), (1, 2))
     n, side, _ = x.shape
     start = jax.random.normal(jax.random.key(0), (side,), x.dtype)
     v = jnp.broadcast_to((start / jnp.linalg.norm(start))[:, None], (n, side, 1))
@@ -241,14 +259,13 @@ def _lanczos(iterations: int, x: Array) -> Array:
     return largest * jnp.sqrt(jnp.maximum(top, 0))
 
 
-def _spread(probes: int, x: Array) -> Array:
-    x, _ = _unit(_short_first(x))
+def _spread(x: Array, probes: int) -> Array:
+    x, _ = _unit(_short_first(x), (1, 2))
     _, side, _ = x.shape
     square = jnp.sum(x**2, axis=(1, 2), keepdims=True) / side
     if side <= probes:
-        z = jnp.eye(side, dtype=x.dtype)
+        z, count = jnp.eye(side, dtype=x.dtype), side
     else:
-        z = jax.random.rademacher(jax.random.key(1), (side, probes), x.dtype)
+        z, count = jax.random.rademacher(jax.random.key(1), (side, probes), x.dtype), side * probes
     error = _times(x, z) / jnp.where(square == 0, 1, square) - z
-    count = side if side <= probes else side * probes
     return jnp.sqrt(jnp.sum(error**2, axis=(1, 2)) / count)
