@@ -49,8 +49,8 @@ class Settings:
     sequences: int = 32
     warmup: float = 0.1
     seed: int = 0
-    evaluations: int = 20
-    eval_batches: int = 16
+    evaluations: int = 15
+    eval_batches: int = 10
 
 
 def make_optimizer(name: str, learning_rate: float, settings: Settings) -> optax.GradientTransformation:
