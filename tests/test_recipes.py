@@ -1,4 +1,4 @@
-"""Every recipe: its numbers against the float64 reference, its routing, and other packages' own trajectories."""
+"""Every recipe: numbers against the float64 reference, routing, and other packages' own trajectories."""
 
 import pathlib
 import warnings
@@ -35,10 +35,11 @@ LR = 0.02
 
 def trajectory(transformation, shape, name="kernel", steps=4):
     """Weights after each step on the golden inputs, in their (out, in) layout; Flax kernels are (in, out)."""
-    params = {"dense": {name: jnp.asarray(GOLDEN[f"in/w0/{shape}"].T)}}
+    # A bias, so that AdamW has something to train.
+    params = {"dense": {name: jnp.asarray(GOLDEN[f"in/w0/{shape}"].T), "bias": jnp.zeros(3)}}
     state, update, out = transformation.init(params), jax.jit(transformation.update), []
     for g in GOLDEN[f"in/g/{shape}"][:steps]:
-        updates, state = update({"dense": {name: jnp.asarray(g.T)}}, state, params)
+        updates, state = update({"dense": {name: jnp.asarray(g.T), "bias": jnp.ones(3)}}, state, params)
         params = optax.apply_updates(params, updates)
         out.append(np.asarray(params["dense"][name]).T)
     return np.stack(out)
@@ -93,9 +94,9 @@ def test_recipe_follows_the_reference(name, shape):
         numbers["weight_decay"] = 1.2 * LR * numbers["factor"](*start.shape[::-1])
     expected = ref.muon_trajectory(start, GOLDEN[f"in/g/{shape}"], learning_rate=LR, layout="oi", **numbers)
     ours = trajectory(recipe(name), shape)
-    # measured 1.2e-6 (moonlight) to 3.1e-6 (modded_nanogpt); bound 1e-5
-    assert distance(ours, expected, shape) < 1e-5
-    assert np.abs(ours - expected).max() < 1e-5  # measured 3e-7
+    assert np.abs(ours - expected).max() < 1e-5  # measured 8e-7
+    # Relative to the movement: measured 5e-7 to 3e-6; 1e-5 where 'auto' takes the Gram form; bound 2e-5.
+    assert distance(ours, expected, shape) < 2e-5
 
 
 def test_the_list_is_complete():
@@ -117,13 +118,15 @@ ONE = {"weight_decay": 0.1}
 RMS = shape_factors.sqrt_max(0.2)
 
 
-def chain(*parts, learning_rate=LR, **momentum):
-    return optax.chain(scale_by_muon(**momentum), *parts, optax.scale_by_learning_rate(learning_rate))
+def with_chain(*parts, learning_rate=LR, make=muon, **momentum):
+    """A chain of public parts in the place of Muon's own."""
+    chain = optax.chain(scale_by_muon(**momentum), *parts, optax.scale_by_learning_rate(learning_rate))
+    return make(learning_rate, transforms={"muon": chain})
 
 
 def eo_normuon():
     """NVIDIA's adaptive Muon: the statistic over the short side, no Nesterov, factor sqrt(max(in, out))."""
-    return chain(
+    return with_chain(
         scale_by_normuon(over="short_side", epsilon=1e-4),
         scale_by_shape(shape_factors.sqrt_max(1.0)),
         optax.add_decayed_weights(0.1),
@@ -133,7 +136,7 @@ def eo_normuon():
 
 
 def dion_normuon():
-    return chain(
+    return with_chain(
         scale_by_normuon(),
         scale_by_shape(shape_factors.sqrt_ratio()),
         optax.add_decayed_weights(0.1),
@@ -144,12 +147,12 @@ def dion_normuon():
 
 # (how to run ours, bound on the distance relative to the movement)
 PEERS = {
-    # float32 iterations: measured 5e-7 to 7e-7; bound 1e-5
-    "EO_Muon_fp32_quintic_spectral_nonesterov": (lambda: recipes.megatron(LR, **EO), 1e-5),
-    "EO_Muon_fp32_simple_shape_nesterov": (lambda: recipes.torch(LR), 1e-5),
-    "EO_Muon_fp32_simple_rms02_nesterov": (lambda: recipes.moonlight(LR), 1e-5),
-    "EO_NorMuon_fp32": (eo_normuon, 1e-5),
-    # bfloat16 inside: measured 2.4e-2 (KJ, Moonlight), 1.1e-2 (the others); bound 4e-2
+    # float32 iterations: measured 6e-7 to 1.3e-6, 1e-5 where 'auto' takes the Gram form; bound 2e-5
+    "EO_Muon_fp32_quintic_spectral_nonesterov": (lambda: recipes.megatron(LR, **EO), 2e-5),
+    "EO_Muon_fp32_simple_shape_nesterov": (lambda: recipes.torch(LR), 2e-5),
+    "EO_Muon_fp32_simple_rms02_nesterov": (lambda: recipes.moonlight(LR), 2e-5),
+    "EO_NorMuon_fp32": (eo_normuon, 2e-5),
+    # bfloat16 inside: measured 2.5e-2 (KJ, Moonlight), 9e-3 to 1.3e-2 (the others); bound 4e-2
     "KJ_SingleDeviceMuon": (lambda: recipes.keller(LR, **ONE), 4e-2),
     "Moonlight": (lambda: recipes.moonlight(LR), 4e-2),
     "torch213_original": (lambda: recipes.torch(LR), 4e-2),
@@ -176,8 +179,8 @@ def test_recipe_follows_the_packages_own_trajectory(peer, shape):
     theirs = GOLDEN[f"opt/{peer}/{shape}"]
     ours = trajectory(make(), shape)
     assert distance(ours, theirs, shape) < bound
-    if bound == 1e-5:
-        assert np.abs(ours - theirs).max() < 1e-5  # measured 6e-7
+    if bound == 2e-5:
+        assert np.abs(ours - theirs).max() < 1e-5  # measured 8e-7
 
 
 def test_cautious_decay_is_seen_in_the_peers_trajectory():
@@ -239,7 +242,7 @@ def test_deepseek_v4_is_polar_to_6e_4():
         s = np.maximum(s, 1e-3)
         got = orthogonalize(jnp.asarray(u * s @ vt, jnp.float32), orthogonalizer)
         error = np.linalg.norm(np.asarray(got, np.float64) - u @ vt, 2)
-        assert error <= 6e-4, error  # measured 4.9e-4
+        assert error <= 6e-4, error  # measured 5.4e-4
 
 
 def update_rms(transformation, gradient):
@@ -253,14 +256,16 @@ def update_rms(transformation, gradient):
 def test_deepseek_v4_update_rms_on_low_rank_gradients(shape, rank):
     # Low rank in a little noise, which is what gradients are: its ten steps lift the noise too.
     noisy = low_rank_gradient(shape, rank, noise=0.02)
-    assert abs(update_rms(recipes.deepseek_v4(1.0), noisy) / 0.18 - 1) < 0.01  # measured 6e-3
-    assert update_rms(muon(1.0, shape_factor=shape_factors.sqrt_max(0.18)), noisy) < 0.95 * 0.18
+    rms = update_rms(recipes.deepseek_v4(1.0), noisy) / 0.18
+    assert abs(rms - 1) < 0.01, rms  # measured within 7e-3
+    assert update_rms(muon(1.0, shape_factor=shape_factors.sqrt_max(0.18)), noisy) / 0.18 < rms
     # Of exactly low rank: the directions are not there, unless the norm is made exact.
     exact = low_rank_gradient(shape, rank, noise=0.0)
     numbers = recipes.deepseek_v4(1.0).config
     parts = (renormalize(), scale_by_shape(numbers.shape_factor), optax.add_decayed_weights(0.1))
-    muon_chain = chain(*parts, learning_rate=1.0, orthogonalizer=numbers.orthogonalizer)
-    renormalized = recipes.deepseek_v4(1.0, transforms={"muon": muon_chain})
+    renormalized = with_chain(
+        *parts, learning_rate=1.0, make=recipes.deepseek_v4, orthogonalizer=numbers.orthogonalizer
+    )
     assert abs(update_rms(renormalized, exact) / 0.18 - 1) < 1e-5  # measured 2e-7
 
 
@@ -345,9 +350,8 @@ def test_glm5_splits_every_head_and_keys_from_values(stored, stack):
                 got = as_heads(updates, module)[cut]
                 # measured 2e-8; bound 1e-6
                 np.testing.assert_allclose(got, expected["dense"]["kernel"], atol=1e-6)
-    assert optax.tree.get(transformation.init(params), "mu")["attention"]["q_up"][name].shape == (
-        params["attention"]["q_up"][name].shape
-    )  # the state stays fused
+    fused = [x.shape for x in jax.tree.leaves(params)]
+    assert [x.shape for x in jax.tree.leaves(transformation.init(params)) if x.ndim] == fused
 
 
 def test_kimi_k3_splits_queries_keys_and_values_by_head():
@@ -402,13 +406,14 @@ def test_modded_nanogpt_moves_embeddings_every_second_step_with_cautious_decay()
 
 
 def test_modded_nanogpt_doubles_the_rate_of_chosen_leaves():
-    params = {"mlp": {"c_fc": {"kernel": normal((8, 16), 0)}, "c_proj": {"kernel": normal((16, 8), 1)}}}
+    kernels = {"c_fc": normal((8, 16), 0), "c_proj": normal((16, 8), 1)}
+    params = {"mlp": {name: {"kernel": x, "bias": jnp.zeros(3)} for name, x in kernels.items()}}
     twice = recipes.modded_nanogpt(LR, doubled=".*/c_proj/kernel")
     once = recipes.modded_nanogpt(LR)
     gradients, updates = one_step(twice, params)
     plain, _ = once.update(gradients, once.init(params), params)
     np.testing.assert_allclose(
-        updates["mlp"]["c_proj"]["kernel"], 2 * plain["mlp"]["c_proj"]["kernel"], rtol=1e-5
+        updates["mlp"]["c_proj"]["kernel"], 2 * plain["mlp"]["c_proj"]["kernel"], atol=2e-6
     )
     np.testing.assert_array_equal(updates["mlp"]["c_fc"]["kernel"], plain["mlp"]["c_fc"]["kernel"])
     s = np.linalg.svd(np.asarray(plain["mlp"]["c_fc"]["kernel"]), compute_uv=False)
@@ -443,8 +448,9 @@ def test_recipe_trains_a_model_without_recompiling(name):
 
 @pytest.mark.parametrize("name", ["moonlight", "deepseek_v4", "dion", "modded_nanogpt"])
 def test_recipe_under_inject_hyperparams(name):
-    params = {"dense": {"kernel": normal((8, 16), 0)}}
-    injected = optax.inject_hyperparams(getattr(recipes, name))(learning_rate=LR)
+    params = {"dense": {"kernel": normal((8, 16), 0), "bias": jnp.zeros(3)}}
+    # inject_hyperparams reads the signature, where **changes is no hyperparameter.
+    injected = optax.inject_hyperparams(lambda learning_rate: recipe(name, learning_rate))(LR)
     gradients, updates = one_step(injected, params)
     plain = recipe(name)
     expected, _ = plain.update(gradients, plain.init(params), params)
