@@ -4,9 +4,8 @@ Everything that depends on the storage is here. The rest of the package asks for
 `read_momentum` and `write_momentum`, and treats one stored momentum as one leaf (`is_momentum`).
 """
 
-import dataclasses
 import math
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +23,7 @@ LARGEST_BLOCK = 2048
 _STEPS = 127
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Int8Momentum:
+class Int8Momentum(NamedTuple):
     """A momentum in int8: `values / 127 * scales`, blockwise along the last axis.
 
     Attributes:
