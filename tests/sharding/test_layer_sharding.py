@@ -226,7 +226,9 @@ class TestManualAxes:
         mesh = trees.make_mesh((4, 2), ("a", "b"), EXPLICIT)
         specs = [P()] * 4 + [P("a", None)]
         mapped = jax.shard_map(run_small, mesh=mesh, in_specs=(specs,), out_specs=specs)
-        with pytest.raises(ValueError, match=r"`layer_4/kernel` varies over the manual mesh axis 'a'.*manual_batch_axes"):
+        with pytest.raises(
+            ValueError, match=r"`layer_4/kernel` varies over the manual mesh axis 'a'.*manual_batch_axes"
+        ):
             jax.jit(mapped)(trees.put(xs, specs, mesh))
 
     def test_manual_batch_axes(self):  # warp #1851
