@@ -1,14 +1,15 @@
 """Abstract parameter trees of models whose configurations are published: shapes only, nothing is allocated.
 
-Each function returns a tree of `jax.ShapeDtypeStruct` in the layout of a scanned Flax model: kernels are (layers, in,
-out), experts (layers, experts, in, out). `place` gives the leaves shardings on a mesh, which may be abstract.
+Each function returns a tree of `jax.ShapeDtypeStruct` in the layout of a scanned Flax model: kernels are
+(layers, in, out), experts (layers, experts, in, out). `place` gives the leaves shardings on a mesh, which may
+be abstract.
 
     params = moonlight_16b_a3b()
     print(optax_muon.estimate_memory(optax_muon.muon(1e-3), place(params, mesh)))
 
-Dimensions are those of the published configurations; small parts that the reports do not spell out (the static biases
-and gates of DeepSeek-V4's hyper-connections, the compressors of its key-value cache) are left out. PUBLISHED_TOTALS has
-the numbers of parameters that the authors state; `tests/test_memory.py` compares.
+Dimensions are those of the published configurations; small parts that the reports do not spell out (the static
+biases and gates of DeepSeek-V4's hyper-connections, the compressors of its key-value cache) are left out.
+PUBLISHED_TOTALS has the numbers of parameters that the authors state.
 """
 
 import math
@@ -56,7 +57,7 @@ def kimi_k2(dtype: Any = jnp.float32) -> Any:
 
 
 def glm_5(dtype: Any = jnp.float32) -> Any:
-    """GLM-5 (arXiv 2602.15763): latent attention with a sparse-attention indexer, 256 routed experts and one shared."""
+    """GLM-5 (arXiv 2602.15763): latent and sparse attention, 256 routed experts and one shared."""
     d = 6144
     attention = _latent_attention(d, heads=64, q_rank=2048, kv_rank=512, nope=192, rope=64, value=256)
     attention |= {"indexer": _indexer(d, q_rank=2048, heads=32, head=128)}
@@ -112,9 +113,10 @@ def count(params: Any) -> int:
 
 
 def place(params: Any, mesh: Any) -> Any:
-    """The tree with a sharding on every leaf: each mesh axis, in mesh order, cuts the longest axis that it divides.
+    """The tree with shardings: each mesh axis, in mesh order, cuts the longest axis of a leaf that it divides.
 
-    The first axis of a stack of layers stays whole, as a scan over it needs; experts are an axis like another.
+    The first axis of a stack of layers stays whole, as a scan over it needs; experts are an axis like any
+    other.
 
     Args:
         params: tree of arrays or ShapeDtypeStructs.
