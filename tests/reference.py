@@ -35,6 +35,9 @@ def sqrt_ratio_min_one(fan_in: int, fan_out: int) -> float:
     return math.sqrt(max(1.0, fan_out / fan_in))
 
 
+_MOONLIGHT = sqrt_max(0.2)
+
+
 def scalar_map(s, coefficients):
     """The composed polynomial p: what the iteration does to a singular value."""
     s = np.asarray(s, np.float64)
@@ -93,8 +96,7 @@ class MuonState:
 
 
 def momentum_step(state, g, mu, nesterov):
-    """The momentum and what is orthogonalised, in the averaging form. `nesterov` is 'torch', 'optax' or None.
-    """
+    """The momentum and what is orthogonalised, in the averaging form. `nesterov` is 'torch', 'optax' or None."""
     g = np.asarray(g, np.float64)
     m = mu * state.momentum + (1 - mu) * g
     t = state.count + 1
@@ -107,8 +109,7 @@ def momentum_step(state, g, mu, nesterov):
 
 
 def sum_momentum_step(momentum, g, mu, nesterov=True):
-    """The summing form, M <- μ M + g, of Moonlight and DeepSeek-V4: (1 - μ) times it is the averaging form.
-    """
+    """The summing form, M <- μ M + g, of Moonlight and DeepSeek-V4: (1 - μ) times it is the averaging form."""
     momentum = mu * momentum + g
     return momentum, g + mu * momentum if nesterov else momentum
 
@@ -146,7 +147,7 @@ def muon_step(
     state: MuonState,
     *,
     learning_rate: float,
-    factor: Factor = sqrt_max(0.2),
+    factor: Factor = _MOONLIGHT,
     weight_decay: float = 0.1,
     momentum: float = 0.95,
     nesterov: str | None = "torch",
@@ -200,8 +201,7 @@ def muon_trajectory(w0, gradients: Sequence, **numbers) -> np.ndarray:
 
 
 def hyperball_step(w, u, *, learning_rate, radius):
-    """W <- R n(W - lr R n(u)), n(x) = x / ‖x‖_F (arXiv 2606.16899); the radius is that of the first weights.
-    """
+    """W <- R n(W - lr R n(u)), n(x) = x / ‖x‖_F (arXiv 2606.16899); the radius is that of the first weights."""
     moved = w - learning_rate * radius * u / np.linalg.norm(u)
     return radius * moved / np.linalg.norm(moved)
 

@@ -24,12 +24,13 @@ def on_cpu(platform: str | None) -> bool:
     return (platform or jax.default_backend()) == "cpu"
 
 
-def gram_from_ratio(coefficients: Coefficients, dtype: Any, platform: str | None = None) -> float:
+def gram_from_ratio(coefficients: Coefficients, dtype: Any, short: int, platform: str | None = None) -> float:
     """The ratio of the sides from which 'auto' takes the Gram method; infinite for never.
 
-    - float32 and wider: 1.5. By count the two break even at 1.3. Measured at 768 x 3072, 2 blocks: .52 of the
-    time of the
-      standard iteration; at 256 x 1024, unblocked: .57.
+    - float32 and wider: 1.5 where symmetric products are cut in blocks, else 2. By count the two break even
+    at 1.3 and, with a
+      restart and no blocks, at 1.5. Measured at 768 x 3072 without a restart: .52 of the time of the standard
+      iteration; at 256 x 1024, neither blocks nor restart: .57.
     - Narrow inputs on CPU: 3. The products of Gram matrices stay in float32, at half the speed. Measured at
     768 x 3072: .78 of
       the time of the standard iteration, at 256 x 1024 .60.
@@ -40,7 +41,7 @@ def gram_from_ratio(coefficients: Coefficients, dtype: Any, platform: str | None
     if any(abs(a) > SLOPE_LIMIT[width] for a, _, _ in coefficients):
         return math.inf
     if width == "wide":
-        return 1.5
+        return 1.5 if symmetric_blocks(short, platform) > 1 else 2.0
     return 3.0 if on_cpu(platform) and coefficients in _NARROW_GRAM else math.inf
 
 

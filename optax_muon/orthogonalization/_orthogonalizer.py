@@ -135,14 +135,14 @@ class Orthogonalizer:
         products = Products(dtype, jax.lax.Precision[self.precision.upper()], symmetric_blocks(m, platform))
         if method == "newton_schulz":
             return newton_schulz(x, self.coefficients, self.normalization, products)
-        restarts = self._restarts(dtype)
+        restarts = self._restarts(dtype, m)
         slope = largest_slope(self.coefficients, restarts)
         if slope > UNSAFE_SLOPE[input_width(dtype)]:
-            _warn_unsafe(restarts, dtype.name, round(slope), restart_schedule(self.coefficients, dtype))
+            _warn_unsafe(restarts, dtype.name, round(slope), restart_schedule(self.coefficients, dtype, m))
         return gram_newton_schulz(x, self.coefficients, self.normalization, products, restarts)
 
-    def _restarts(self, dtype: Any) -> tuple[int, ...]:
-        return restart_schedule(self.coefficients, dtype) if self.restarts is None else self.restarts
+    def _restarts(self, dtype: Any, short: int) -> tuple[int, ...]:
+        return restart_schedule(self.coefficients, dtype, short) if self.restarts is None else self.restarts
 
     def matmul_dtype(self, dtype: Any, platform: str | None = None) -> np.dtype:
         """What the inputs of matrix products are rounded to, for an array of this dtype."""
@@ -164,7 +164,7 @@ class Orthogonalizer:
         if self.method != "auto":
             return self.method
         short, long = sorted((m, n))
-        ratio = gram_from_ratio(self.coefficients, self.matmul_dtype(dtype, platform), platform)
+        ratio = gram_from_ratio(self.coefficients, self.matmul_dtype(dtype, platform), short, platform)
         return "gram_newton_schulz" if short and long >= ratio * short else "newton_schulz"
 
     def flops(self, m: int, n: int, platform: str | None = None) -> float:
@@ -178,7 +178,7 @@ class Orthogonalizer:
         symmetric = (blocks + 1) / (2 * blocks)
         if method == "newton_schulz":
             return newton_schulz_flops(short, long, self.coefficients, symmetric)
-        restarts = self._restarts(self.matmul_dtype(jnp.float32, platform))
+        restarts = self._restarts(self.matmul_dtype(jnp.float32, platform), short)
         return sum(gram_flops(short, long, self.coefficients, restarts, symmetric))
 
     def chunk(self, m: int, n: int, platform: str | None = None) -> int:
