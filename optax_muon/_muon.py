@@ -203,6 +203,19 @@ def _momentum(state: Any) -> Any:
     return found[0].mu if found else None
 
 
+def _entries(kept: Any, tree: Any) -> tuple[list[Any], Any]:
+    """What a tree in the state holds for each leaf of `tree`, and the tree structure of these leaves.
+
+    The holes that our own routing left are entries; those that an outer wrapper cut into `tree` are not.
+    """
+    entries, treedef = jax.tree.flatten(kept, is_leaf=_is_state_leaf)
+    outer = [_is_hole(x) for x in jax.tree.leaves(tree, is_leaf=_is_hole)]
+    if not any(outer) or len(outer) != len(entries):
+        return entries, treedef
+    inner = treedef.unflatten([optax.MaskedNode() if hole else 0 for hole in outer])
+    return [x for x, hole in zip(entries, outer, strict=True) if not hole], jax.tree.structure(inner)
+
+
 def _routing_for_update(config: MuonConfig, memo: dict, state: Any, tree: Any) -> tuple[Routing, Any]:
     """What `init` decided, and the tree structure of its parameters.
 
@@ -215,7 +228,7 @@ def _routing_for_update(config: MuonConfig, memo: dict, state: Any, tree: Any) -
     remembered = memo.get(_signature(tree))
     if mu is None:  # a chain of the user's own, which leaves no record
         return remembered or _route(config, tree), jax.tree.structure(tree)
-    held, treedef = jax.tree.flatten(mu, is_leaf=_is_state_leaf)
+    held, treedef = _entries(mu, tree)
     on_muon = [not _is_hole(m) for m in held]
     if remembered is not None and [label == MUON for label in remembered.labels] == on_muon:
         return remembered, treedef
@@ -267,15 +280,16 @@ def _like(x: Any, p: Any, home: Any) -> jax.Array:
     return reshard_like(jnp.asarray(x).astype(jnp.result_type(p)), home)
 
 
-def _homes(state: Any, weights: list[Any], labels: list[str]) -> list[Any]:
+def _homes(state: Any, tree: Any, labels: list[str]) -> list[Any]:
     """For each leaf an array that lies where its state does: AdamW's first moment, otherwise the parameter.
 
     The moments may be cut over more devices than the parameter (ZeRO-1).
     """
+    weights = jax.tree.leaves(tree)
     is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)
     for node in jax.tree.leaves(state.inner_states[ADAMW], is_leaf=is_adam):
         if is_adam(node):
-            moments = jax.tree.leaves(node.mu, is_leaf=_is_hole)
+            moments, _ = _entries(node.mu, tree)
             if len(moments) == len(weights):
                 return [
                     m if label == ADAMW and jnp.shape(m) == jnp.shape(w) else w
@@ -308,7 +322,7 @@ def _update(
     routing, treedef = _routing_for_update(config, memo, state, tree)
     gradients, structure = jax.tree.flatten(updates)
     weights = jax.tree.leaves(tree)
-    homes = _homes(state, weights, routing.labels)
+    homes = _homes(state, tree, routing.labels)
     gradients = [_like(g, p, home) for g, p, home in zip(gradients, weights, homes, strict=True)]
     if params is None:  # decay is zero, and so are its stand-ins
         nearby = weights = [jnp.zeros_like(g) for g in gradients]
