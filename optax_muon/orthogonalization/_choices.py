@@ -54,7 +54,7 @@ def symmetric_blocks(short: int, platform: str | None = None) -> int:
     matrix units.
     """
     if on_cpu(platform):
-        return 1 if short < 512 else 2 if short < 1024 else 3
+        return 1 if short < 512 else 2 if short < 768 else 3
     return 1 if short < 2048 else 2
 
 
