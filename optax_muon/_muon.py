@@ -1,7 +1,7 @@
 """`muon`: optax.multi_transform of the Muon chain and optax.adamw, in a thin wrapper that decides once."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from optax_muon.transforms._scale_by_muon import (
 from optax_muon.transforms._scale_by_shape import ShapeFactor, scale_by_views
 from optax_muon.transforms._views import views_from_decisions
 
-ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], Any]
+ScalarOrSchedule = float | jax.Array | optax.Schedule
 MUON, ADAMW, FROZEN = "muon", "adamw", "frozen"
 
 
@@ -152,7 +152,12 @@ def _two_chains(config: MuonConfig, routing: Routing, treedef: Any) -> optax.Gra
         mask=mask,
         nesterov=config.adamw_nesterov,
     )
-    transforms = {MUON: muon_chain, ADAMW: adamw, FROZEN: optax.set_to_zero(), **(config.transforms or {})}
+    transforms: dict[Hashable, Any] = {
+        MUON: muon_chain,
+        ADAMW: adamw,
+        FROZEN: optax.set_to_zero(),
+        **dict(config.transforms or {}),
+    }
     labels = treedef.unflatten(routing.labels)
     # A constant function, because multi_transform would call a label tree that is an Equinox module.
     return optax.multi_transform(transforms, lambda _: labels)
@@ -178,8 +183,10 @@ def _init(config: MuonConfig, memo: dict, params: Any) -> Any:
     treedef = jax.tree.structure(params)
     routing = _route(config, params)
     memo[_signature(params)] = routing
-    if config.adamw_learning_rate is not None and routing.labels and ADAMW not in routing.labels:
-        warnings.warn("adamw_learning_rate was given, but no parameter is trained with AdamW.", stacklevel=3)
+    if routing.labels and ADAMW not in routing.labels:
+        for name in ("adamw_learning_rate", "adamw_weight_decay"):
+            if getattr(config, name) is not None:
+                warnings.warn(f"{name} was given, but no parameter is trained with AdamW.", stacklevel=3)
     optimizer = _two_chains(config, routing, treedef)
     # AdamW makes its state with zeros_like, which under jit forgets the sharding of the parameter.
     return optax.tree.map_params(
@@ -345,7 +352,7 @@ def muon(
     weight_decay: ScalarOrSchedule = 0.1,
     weight_decay_mask: Any = "no_norms_or_biases",
     mu_dtype: Any = None,
-    rules: Sequence[Rule] | None = None,
+    rules: Rule | Sequence[Rule] | None = None,
     param_labels: Any = None,
     transforms: Mapping[str, optax.GradientTransformation] | None = None,
     adamw_learning_rate: ScalarOrSchedule | None = None,
@@ -433,11 +440,11 @@ def muon(
       Moonlight, arXiv 2502.16982; Jordan et al., "Muon: an optimizer for hidden layers in neural networks",
       2024.
     """
-    given = dict(locals())
+    given: dict[str, Any] = dict(locals())
+    given["rules"] = [rules] if isinstance(rules, Rule) else rules
     # Lists become tuples, so that equal configurations hash alike.
-    config = MuonConfig(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    )
+    frozen: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    config = MuonConfig(**frozen)
     _check(config)
     memo: dict = {}
 
@@ -474,5 +481,6 @@ def _check(config: MuonConfig) -> None:
         )
     if isinstance(config.weight_decay_mask, str):
         check_choice("weight_decay_mask", config.weight_decay_mask, ("no_norms_or_biases", None))
-    for rule in config.rules or ():
+    rules = (config.rules,) if isinstance(config.rules, str) else config.rules or ()
+    for rule in rules:
         check_instance("rules", rule, Rule, "a sequence of optax_muon.Rule")

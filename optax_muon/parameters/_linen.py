@@ -59,9 +59,7 @@ ROLES = (
         "scalars of state-space layers",
         leaf=r"a_log|log_a\w*|a_(?:real|imag)|dt|log_dt|inv_dt|log_step|lambda(?:_\w+)?|inv_freq",
     ),
-    Row("embedding", "embedding", "embedding tables look rows up", leaf=EMBEDDING),
-    Row("embedding", "embedding", "embedding tables look rows up", subject=EMBEDDING),
-    Row("embedding", "embedding", "tied token embedding", subject="shared", root=True),
+    # Before the embedding tables, whose names are alike.
     Row(
         "patch embedding",
         "embedding",
@@ -74,6 +72,9 @@ ROLES = (
         "patch embeddings are the input layer",
         subject=r"(?:to_)?patch_(?:embed\w*|proj\w*|conv|linear)|patchif\w+",
     ),
+    Row("embedding", "embedding", "embedding tables look rows up", leaf=EMBEDDING),
+    Row("embedding", "embedding", "embedding tables look rows up", subject=EMBEDDING),
+    Row("embedding", "embedding", "tied token embedding", subject="shared", root=True),
     Row("head", "head", "output heads and classifiers", subject=HEAD, not_above=ATTENTION),
     Row("head", "head", "output heads and classifiers", above=HEAD, not_above=rf"{ATTENTION}|{QUERY}"),
     Row(

@@ -62,15 +62,15 @@ class MatrixView:
             object.__setattr__(self, name, axes)
         if isinstance(self.blocks, Sequence):
             object.__setattr__(self, "blocks", tuple(self.blocks) or None)
-        for cut in self._cuts:
+        for cut in self.cuts:
             if not isinstance(cut, Blocks):
                 raise TypeError(
                     f"MatrixView: blocks={self.blocks!r}; use contiguous_blocks or interleaved_blocks."
                 )
 
     def __str__(self) -> str:
-        cuts = ", ".join(str(cut) for cut in self._cuts)
-        cuts = f"({cuts})" if len(self._cuts) > 1 else cuts
+        cuts = ", ".join(str(cut) for cut in self.cuts)
+        cuts = f"({cuts})" if len(self.cuts) > 1 else cuts
         return (
             f"MatrixView(reduction_axes={self.reduction_axes}, output_axes={self.output_axes}"
             f"{', blocks=' + cuts if cuts else ''})"
@@ -85,7 +85,8 @@ class MatrixView:
         return _as_tuple(self.output_axes)
 
     @property
-    def _cuts(self) -> tuple[Blocks, ...]:
+    def cuts(self) -> tuple[Blocks, ...]:
+        """The blocks as a tuple, in the order in which they apply."""
         if self.blocks is None:
             return ()
         return (self.blocks,) if isinstance(self.blocks, Blocks) else tuple(self.blocks)
@@ -122,7 +123,7 @@ class MatrixView:
                 f"{where} has shape {shape}, but {self} names an axis twice; "
                 "an axis is a row, a column or a batch axis."
             )
-        cuts = tuple(dataclasses.replace(cut, axis=positive(cut.axis)) for cut in self._cuts)
+        cuts = tuple(dataclasses.replace(cut, axis=positive(cut.axis)) for cut in self.cuts)
         for cut in cuts:
             if cut.axis not in reduction + output:
                 raise ValueError(
@@ -143,7 +144,7 @@ class MatrixView:
         batch = set(self.batch_axes(ndim))
         kept = [axis for axis in range(ndim) if axis not in batch]
         at = {axis: position for position, axis in enumerate(kept)}
-        cuts = tuple(dataclasses.replace(cut, axis=at[cut.axis % ndim]) for cut in self._cuts)
+        cuts = tuple(dataclasses.replace(cut, axis=at[cut.axis % ndim]) for cut in self.cuts)
         return MatrixView(
             tuple(at[axis % ndim] for axis in self._reduction),
             tuple(at[axis % ndim] for axis in self._output),
@@ -155,7 +156,7 @@ class MatrixView:
         view = self.resolve(shape)
         batch = math.prod(shape[axis] for axis in view.batch_axes(len(shape)))
         counts: dict[tuple[int, int], int] = {}
-        for count, dims in _pieces(view._cuts, tuple(shape)):
+        for count, dims in _pieces(view.cuts, tuple(shape)):
             sides = view._fans(dims)
             counts[sides] = counts.get(sides, 0) + batch * count
         return tuple(MatrixShape(count, *sides) for sides, count in counts.items())
@@ -195,7 +196,7 @@ def to_matrices(x: Shaped[Array, "*shape"], view: MatrixView) -> tuple[Shaped[Ar
     inner = view.unbatched(len(batch_axes) + len(rest))
     order = tuple(2 + axis for axis in inner._reduction + inner._output)
     groups: dict[tuple[int, int], list[Array]] = {}
-    for piece in _cut_all(x, inner._cuts):
+    for piece in _cut_all(x, inner.cuts):
         sides = inner._fans(piece.shape[2:])
         groups.setdefault(sides, []).append(piece.transpose(0, 1, *order).reshape(*piece.shape[:2], *sides))
     out = []
@@ -234,7 +235,7 @@ def from_matrices(
     batch = math.prod(shape[axis] for axis in batch_axes)
     inner, dims = view.unbatched(len(shape)), tuple(shape[axis] for axis in rest)
 
-    sides_of = [inner._fans(piece) for _, piece in _pieces(inner._cuts, dims)]
+    sides_of = [inner._fans(piece) for _, piece in _pieces(inner.cuts, dims)]
     by_sides = {}
     for sides, y in zip(dict.fromkeys(sides_of), matrices, strict=True):
         by_sides[sides] = y.reshape(batch, y.shape[0] // batch if batch else 0, *sides)
@@ -242,13 +243,13 @@ def from_matrices(
     inverse = tuple(2 + order.index(axis) for axis in range(len(order)))
     taken = dict.fromkeys(by_sides, 0)
     pieces = []
-    for (count, piece), sides in zip(_pieces(inner._cuts, dims), sides_of, strict=True):
+    for (count, piece), sides in zip(_pieces(inner.cuts, dims), sides_of, strict=True):
         count = count if batch else 0
         y = by_sides[sides][:, taken[sides] : taken[sides] + count]
         taken[sides] += count
         y = y.reshape(batch, count, *(piece[axis] for axis in order))
         pieces.append(y.transpose(0, 1, *inverse))
-    x = _join_all(iter(pieces), inner._cuts, dims)
+    x = _join_all(iter(pieces), inner.cuts, dims)
     x = x.reshape(*(shape[axis] for axis in batch_axes), *dims)
     back = batch_axes + rest
     return x.transpose(*(back.index(axis) for axis in range(len(shape))))

@@ -255,6 +255,14 @@ def _matches(paths: tuple[str, ...], rules: tuple[Rule, ...]) -> tuple[int | Non
 
 
 @lru_cache(maxsize=64)
+def _unused(paths: tuple[str, ...], rules: tuple[Rule, ...]) -> tuple[str, ...]:
+    """The patterns that match no path at all; one that always comes too late matches."""
+    used = {i for i in _matches(paths, rules) if i is not None}
+    idle = [re.compile(rule.pattern) for i, rule in enumerate(rules) if i not in used]
+    return tuple(p.pattern for p in idle if not any(p.fullmatch(path) for path in paths))
+
+
+@lru_cache(maxsize=64)
 def _decide(
     leaves: tuple[Leaf, ...],
     rules: tuple[Rule, ...],
@@ -327,9 +335,11 @@ def _checked(leaf: Leaf, draft: Draft, base: Decision, view: MatrixView | None, 
     if draft.role == "unknown" and not own:
         return None
     if base.label == MUON and view is None:
+        remedy = f"no rule says which matrix it is. Add {_ready_view(leaf)} to rules=,"
+        if leaf.ndim < 2:
+            remedy = "it is no matrix. Give it the shape of one (parameters are not to be ravelled),"
         raise ValueError(
-            f"`{leaf.path}` has shape {leaf.shape} and is labelled 'muon', but no rule says which matrix it "
-            f"is. Add {_ready_view(leaf)} to rules=, or label it 'adamw'."
+            f"`{leaf.path}` has shape {leaf.shape} and is labelled 'muon', but {remedy} or label it 'adamw'."
         )
     role = "other" if base.role == "unknown" else base.role
     return dataclasses.replace(base, view=None if base.label in (ADAMW, FROZEN) else view, role=role)
@@ -386,10 +396,9 @@ def _given_labels(params: Any, given: Any) -> tuple[tuple[str | None, bool], ...
 def _warn(
     leaves: tuple[Leaf, ...], decisions: tuple[Decision, ...], rules: tuple[Rule, ...], params: Any
 ) -> None:
-    for rule in rules:
-        if not any(re.fullmatch(rule.pattern, leaf.path) for leaf in leaves):
-            paths = ", ".join(f"`{leaf.path}`" for leaf in leaves[:3])
-            warn_once(f"Rule({rule.pattern!r}) matches no leaf. Patterns match whole paths, such as {paths}.")
+    for pattern in _unused(tuple(leaf.path for leaf in leaves), rules):
+        paths = ", ".join(f"`{leaf.path}`" for leaf in leaves[:3])
+        warn_once(f"Rule({pattern!r}) matches no leaf. Patterns match whole paths, such as {paths}.")
     pairs = zip(leaves, _drafts(leaves), strict=True)
     hidden = [leaf.path for leaf, draft in pairs if draft.label == MUON and number_kind(leaf.dtype) == "real"]
     # A label of the user's own may be Muon too.

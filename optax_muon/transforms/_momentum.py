@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
@@ -74,7 +75,7 @@ def zeros_momentum(param: Any, mu_dtype: Any = None) -> Momentum:
     spec = _spec_of(param)
     shape = (*rest, block_count(side, 1 if spec is None else _parts(spec, len(param.shape))))
     values = zeros_like_param(param, jnp.int8)
-    if not isinstance(param, jax.core.Tracer):
+    if not isinstance(param, Tracer):
         return Int8Momentum(values, jnp.zeros(shape, jnp.float32, device=spec))
     # Made from the parameter, from which alone the compiler knows where the scales belong.
     largest = _largest(param.astype(jnp.float32), shape[-1])
@@ -88,7 +89,7 @@ def on_mesh_of(x: Array, params: Any) -> Array:
     step would be compiled anew. Under `jit` the compiler places it.
     """
     for param in jax.tree.leaves(params):
-        sharding = None if isinstance(param, jax.core.Tracer) else getattr(param, "sharding", None)
+        sharding = None if isinstance(param, Tracer) else getattr(param, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(param, jax.Array):
             return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))
     return x
@@ -205,7 +206,7 @@ def _entries(x: Array) -> tuple[Any, ...]:
 
 def _spec_of(param: Any) -> NamedSharding | None:
     """The sharding of a parameter, as far as it is known: of arrays, and under `jit` in Explicit mode."""
-    if isinstance(param, jax.core.Tracer):
+    if isinstance(param, Tracer):
         sharding = jax.typeof(param).sharding
         return None if sharding.mesh.empty else sharding
     sharding = getattr(param, "sharding", None)

@@ -55,7 +55,7 @@ class ScaleByMuonState(NamedTuple):
         dtypes. With `mu_dtype='int8'` each leaf is a node with `values` and `scales`.
     """
 
-    count: jax.Array
+    count: jax.typing.ArrayLike
     mu: Any
 
 
@@ -99,7 +99,7 @@ def scale_by_orthogonal_momentum(
             mu=jax.tree.map(lambda p: zeros_momentum(p, mu_dtype), params),
         )
 
-    def update(updates: optax.Updates, state: ScaleByMuonState, params: Any = None, **extra_args: Any):
+    def update(updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any):
         del extra_args
         gradients, treedef = jax.tree.flatten(updates)
         paths_and_views = views_of(updates if params is None else params)

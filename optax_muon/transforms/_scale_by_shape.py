@@ -24,7 +24,7 @@ def leaf_factor(factor: ShapeFactor, view: MatrixView, shape: tuple[int, ...]) -
     factors = [factor.factor(s.fan_in, s.fan_out) for s in view.matrix_shapes(shape)]
     if len(set(factors)) == 1:
         return np.full((1,) * len(shape), factors[0], np.float32)
-    divided = {cut.axis for cut in view.resolve(shape).blocks}
+    divided = {cut.axis for cut in view.resolve(shape).cuts}
     thin = tuple(side if axis in divided else 1 for axis, side in enumerate(shape))
     with jax.ensure_compile_time_eval():
         blocks = to_matrices(jnp.zeros(thin), view)
@@ -39,7 +39,7 @@ def scale_by_views(factor: ShapeFactor, views_of: ViewsOf) -> optax.GradientTran
         del params
         return optax.EmptyState()
 
-    def update(updates: optax.Updates, state: optax.EmptyState, params: Any = None, **extra_args: Any):
+    def update(updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any):
         del extra_args
         leaves, treedef = jax.tree.flatten(updates)
         views = views_of(updates if params is None else params)
