@@ -29,6 +29,13 @@ def _silent_promotion_raises(request):
         yield
 
 
+@pytest.fixture(autouse=True)
+def _warnings_come_once_per_test():
+    from optax_muon.parameters import _paths
+
+    _paths._SAID.clear()
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
