@@ -1,6 +1,6 @@
 """Where each stack of matrices is computed and stored. Knows no optimizer and no framework."""
 
-from optax_muon.sharding._buckets import Group, Kind, LeafSpec, Part, Plan, make_plan
+from optax_muon.sharding._buckets import Batch, Group, Kind, LeafSpec, Part, Plan, make_plan
 from optax_muon.sharding._layer_sharding import orthogonalize_leaves
 from optax_muon.sharding._mesh import Placement, find_placement, platform_of
 from optax_muon.sharding._state_sharding import (
@@ -13,6 +13,7 @@ from optax_muon.sharding._state_sharding import (
 )
 
 __all__ = [
+    "Batch",
     "Group",
     "Kind",
     "LeafSpec",

@@ -1,12 +1,13 @@
-"""The static plan: which matrices share a stack, which device owns each, and how much work that gives a device.
+"""The static plan: which matrices travel and are worked on together, which device owns each, and how much that is.
 
 Nothing here sees an array. A plan is a hashable value made of shapes, views and mesh axes, so that it can be
 computed before training, compared, and used as a static argument of `jax.jit`.
 
-The unit of travel is one batch entry of a leaf with all its matrix axes. Units of equal size and placement form a
-group. A group is a table of `slots` rows and one column per owner: unit e lies in row e // owners, column
-e % owners, except that the units of an incomplete last row may start at a later owner, which is how groups of
-different cost are balanced against each other.
+The unit of travel is one batch entry of a leaf with all its matrix axes. Units that are cut alike form a group,
+which travels in one exchange. A group is a table of `slots` rows and one column per owner: unit e lies in row
+e // owners, column e % owners, except that the units of an incomplete last row may start at a later owner, which
+is how groups of different cost are balanced against each other. Groups whose units hold matrices of one shape,
+wide or tall, form a batch and are worked on together, so that a shape is compiled once.
 """
 
 import dataclasses
@@ -52,11 +53,17 @@ class LeafSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How one unit of travel is laid out when it is whole: its shape, which mesh axes cut it, its view."""
+    """How one unit of travel is laid out when it is whole.
+
+    Attributes:
+        shape: its axes in the order of `unit_axes`.
+        cut: for each of them the mesh axes that cut it, major to minor.
+        view: which of them are rows and columns; without blocks the rows come first and are the short side.
+    """
 
     shape: tuple[int, ...]
     cut: tuple[Axes, ...]
-    view: MatrixView | None  # None: the unit is one matrix [fan_in, fan_out]
+    view: MatrixView
 
     def local_shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
         """The shape of one device's piece."""
@@ -65,7 +72,7 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """`count` units of leaf number `leaf` (its `piece`-th stack of matrices), all of one kind."""
+    """`count` units of leaf number `leaf`, its `piece`-th stack of matrices; all of one kind of their group."""
 
     leaf: int
     piece: int
@@ -75,38 +82,38 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Units that travel in one exchange and are worked on by one loop body.
+    """Units whose pieces have one shape, which travel in one exchange.
 
     Attributes:
-        matrices: (number, short side, long side) of the matrices in one unit.
-        kinds: the layouts that occur.
+        kinds: how the units are laid out and cut: in a few ways, if pieces of equal shape belong to unlike cuts.
+        matrices: (number, short side, long side) of the matrices in one unit, in the order of `to_matrices`.
         parts: the units, in order.
         owner_axes: mesh axes that cut the matrices: these exchange pieces.
         spread_axes: further mesh axes that share the work; the results are gathered over them.
         batch_axes: mesh axes that cut the stack: each of their shards is a problem of its own.
-        piece: shape in which one device's piece of one unit travels: as it lies, or flat where kinds differ.
+        piece: shape of one device's piece of one unit.
         wire_dtype: dtype name.
+        varying: manual axes over which the units vary.
         owners: number of devices that share the units.
-        slots: rows of the table, a multiple of chunk * rounds.
+        slots: rows of the table.
         start: the owner at which the units of the last, incomplete row start.
-        chunk: slots worked on at a time.
         rounds: number of exchanges in each direction. Where there are several, the last one starts early enough
             to be full, and what it does twice comes out the same twice.
     """
 
-    matrices: tuple[tuple[int, int, int], ...]
     kinds: tuple[Kind, ...]
+    matrices: tuple[tuple[int, int, int], ...]
     parts: tuple[Part, ...]
     owner_axes: Axes
     spread_axes: Axes
     batch_axes: Axes
     piece: tuple[int, ...]
     wire_dtype: str
+    varying: Axes
     owners: int
-    slots: int
-    start: int
-    chunk: int
-    rounds: int
+    slots: int = 0
+    start: int = 0
+    rounds: int = 1
 
     @property
     def count(self) -> int:
@@ -117,6 +124,11 @@ class Group:
         """Number of units before the last, incomplete row of a single round."""
         return self.count // self.owners * self.owners
 
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of one device's pieces of all units."""
+        return self.count * _unit_bytes(self)
+
     def kinds_in_order(self) -> np.ndarray:
         """int32[count]: the kind of every unit."""
         return np.repeat([part.kind for part in self.parts], [part.count for part in self.parts]).astype(
@@ -124,12 +136,11 @@ class Group:
         )
 
     def table(self) -> np.ndarray:
-        """int32[slots, owners] of a single round: the kind of the unit in each slot, -1 where the slot is empty."""
+        """int32[slots, owners] of a single round: the kind of the unit in each slot, -1 where there is none."""
         kinds = self.kinds_in_order()
         table = np.full(self.slots * self.owners, -1, np.int32)
         table[: self.full] = kinds[: self.full]
-        last = self.full + self.start
-        table[last : last + self.count - self.full] = kinds[self.full :]
+        table[self.full + self.start :][: self.count - self.full] = kinds[self.full :]
         return table.reshape(self.slots, self.owners)
 
     def moved_bytes(self, sizes: dict[str, int]) -> int:
@@ -141,20 +152,33 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
+class Batch:
+    """Groups that are worked on together, and (short side, long side, how many at a time) of their matrices."""
+
+    groups: tuple[Group, ...]
+    works: tuple[tuple[int, int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
-    """All groups of a tree on a mesh.
+    """All matrices of a tree on a mesh.
 
     Attributes:
         leaves: the leaves, in the order of the arrays.
         axes: (name, size) of the mesh axes, in mesh order; () without a mesh.
-        groups: in the order in which they run.
+        batches: in the order in which they run.
         loads: matrix work of each device in mesh order, in the units of the cost function.
     """
 
     leaves: tuple[LeafSpec, ...]
     axes: tuple[tuple[str, int], ...]
-    groups: tuple[Group, ...]
+    batches: tuple[Batch, ...]
     loads: tuple[float, ...]
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """All groups."""
+        return tuple(group for batch in self.batches for group in batch.groups)
 
     @property
     def imbalance(self) -> float:
@@ -190,16 +214,25 @@ def make_plan(
         row of a group goes to the window of owners whose busiest device is least busy so far.
     """
     sizes = dict(axes)
-    groups = [
-        _shape_group(group, chunk)
-        for whole in _gather_units(leaves, sizes, spread).values()
-        for group in _divide(whole)
-    ]
+    whole = _gather_units(leaves, sizes, spread)
+    groups = [_fix_rows(part) for group in whole for part in _divide(group)]
     loads = np.zeros([size for _, size in axes] or [1])
     by_cost = sorted(range(len(groups)), key=lambda i: -_unit_cost(groups[i], cost))
     for i in by_cost:
         groups[i] = _place_last_row(groups[i], loads, axes, _unit_cost(groups[i], cost))
-    return Plan(leaves, axes, tuple(groups), tuple(loads.ravel().tolist()))
+    return Plan(leaves, axes, tuple(_batches(groups, chunk)), tuple(loads.ravel().tolist()))
+
+
+def unit_axes(leaf: LeafSpec) -> tuple[int, ...]:
+    """The leaf's axes that are not batch axes, in the order in which a unit has them.
+
+    Without blocks the short side comes first, so that tall and wide matrices that are cut alike travel alike.
+    """
+    if leaf.view.blocks:
+        batch = leaf.view.batch_axes(len(leaf.shape))
+        return tuple(axis for axis in range(len(leaf.shape)) if axis not in batch)
+    rows, columns = _sides(leaf)
+    return (*rows, *columns)
 
 
 def units_of(leaf: LeafSpec, sizes: dict[str, int]) -> list[tuple[Kind, int]]:
@@ -208,25 +241,38 @@ def units_of(leaf: LeafSpec, sizes: dict[str, int]) -> list[tuple[Kind, int]]:
     A leaf whose matrices are whole on every device is taken apart into matrices at once, so that blocks join the
     matrices of their shape; otherwise its batch entries travel whole and are taken apart by their owner.
     """
-    batch = leaf.view.batch_axes(len(leaf.shape))
-    local = tuple(
-        n // _size(leaf.spec[axis], sizes) if axis in batch else n for axis, n in enumerate(leaf.shape)
-    )
-    rest = [axis for axis in range(len(leaf.shape)) if axis not in batch]
-    if any(leaf.spec[axis] for axis in rest):
-        kind = Kind(
-            tuple(leaf.shape[axis] for axis in rest),
-            tuple(leaf.spec[axis] for axis in rest),
-            leaf.view.unbatched(len(leaf.shape)),
+    ndim = len(leaf.shape)
+    batch, axes = leaf.view.batch_axes(ndim), unit_axes(leaf)
+    if not is_cut(leaf):
+        local = tuple(
+            n // _size(leaf.spec[axis], sizes) if axis in batch else n for axis, n in enumerate(leaf.shape)
         )
-        return [(kind, math.prod(local[axis] for axis in batch))]
-    shapes = leaf.view.matrix_shapes(local)
-    return [(Kind((s.fan_in, s.fan_out), ((), ()), None), s.count) for s in shapes]
+        shapes = leaf.view.matrix_shapes(local)
+        sides = [(tuple(sorted((s.fan_in, s.fan_out))), s.count) for s in shapes]
+        return [(Kind(both, ((), ()), MatrixView((0,), (1,))), count) for both, count in sides]
+    view = leaf.view.unbatched(ndim)
+    if not leaf.view.blocks:
+        rows = len(_sides(leaf)[0])
+        view = MatrixView(tuple(range(rows)), tuple(range(rows, len(axes))))
+    kind = Kind(tuple(leaf.shape[axis] for axis in axes), tuple(leaf.spec[axis] for axis in axes), view)
+    return [(kind, math.prod(leaf.shape[axis] // _size(leaf.spec[axis], sizes) for axis in batch))]
 
 
-def _gather_units(leaves: Sequence[LeafSpec], sizes: dict[str, int], spread: Axes) -> dict[tuple, Group]:
-    """One preliminary group (slots, start, chunk, rounds unset) per key, in order of first appearance."""
-    found: dict[tuple, Group] = {}
+def is_cut(leaf: LeafSpec) -> bool:
+    """Whether the mesh cuts the leaf's matrices."""
+    return any(leaf.spec[axis] for axis in unit_axes(leaf))
+
+
+def _sides(leaf: LeafSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Row and column axes, those of the short side first; the side with fewer axes where both are equal."""
+    sides = [tuple(side) for side in (leaf.view.reduction_axes, leaf.view.output_axes)]  # pyright: ignore
+    short, long = sorted(sides, key=lambda side: (math.prod(leaf.shape[axis] for axis in side), len(side)))
+    return short, long
+
+
+def _gather_units(leaves: Sequence[LeafSpec], sizes: dict[str, int], spread: Axes) -> list[Group]:
+    """Units that travel alike, together (slots, start and rounds not fixed yet), in order of first appearance."""
+    found: dict[tuple[Group, Kind | None], list[tuple[Kind, int, int, int]]] = {}
     for i, leaf in enumerate(leaves):
         batch = leaf.view.batch_axes(len(leaf.shape))
         cut = {name: axis in batch for axis, names in enumerate(leaf.spec) for name in names}
@@ -234,34 +280,30 @@ def _gather_units(leaves: Sequence[LeafSpec], sizes: dict[str, int], spread: Axe
         batch_axes = tuple(name for name in sizes if cut.get(name) is True)
         spread_axes = tuple(name for name in sizes if name in spread and name not in cut)
         for piece, (kind, count) in enumerate(units_of(leaf, sizes)):
-            matrices = _matrices(kind)
-            local = kind.local_shape(sizes)
-            alike = kind if kind.view is not None and kind.view.blocks else None
-            key = (
-                matrices,
-                alike,
-                owner_axes,
-                batch_axes,
-                spread_axes,
-                math.prod(local),
-                leaf.wire_dtype,
-                leaf.varying,
+            group = Group(
+                kinds=(),
+                matrices=_matrices(kind),
+                parts=(),
+                owner_axes=owner_axes,
+                spread_axes=spread_axes,
+                batch_axes=batch_axes,
+                piece=kind.local_shape(sizes),
+                wire_dtype=leaf.wire_dtype,
+                varying=leaf.varying,
+                owners=_size(owner_axes + spread_axes, sizes),
             )
-            group = found.setdefault(
-                key,
-                Group(matrices, (), (), owner_axes, spread_axes, batch_axes, local, leaf.wire_dtype,
-                      _size(owner_axes + spread_axes, sizes), 0, 0, 1, 1),
-            )  # fmt: skip
-            kinds = group.kinds if kind in group.kinds else (*group.kinds, kind)
-            parts = (*group.parts, Part(i, piece, count, kinds.index(kind)))
-            travels = local if local == group.piece else (math.prod(local),)
-            found[key] = dataclasses.replace(group, kinds=kinds, parts=parts, piece=travels)
-    return found
+            # Blocks lie differently under different views though their pieces look alike.
+            key = group, kind if kind.view.blocks else None
+            found.setdefault(key, []).append((kind, i, piece, count))
+    groups = []
+    for (group, _), units in found.items():
+        kinds = tuple(dict.fromkeys(kind for kind, *_ in units))
+        parts = tuple(Part(i, piece, count, kinds.index(kind)) for kind, i, piece, count in units)
+        groups.append(dataclasses.replace(group, kinds=kinds, parts=parts))
+    return groups
 
 
 def _matrices(kind: Kind) -> tuple[tuple[int, int, int], ...]:
-    if kind.view is None:
-        return ((1, *sorted(kind.shape)),)  # pyright: ignore[reportReturnType]
     shapes = kind.view.matrix_shapes(kind.shape)
     return tuple((s.count, min(s.fan_in, s.fan_out), max(s.fan_in, s.fan_out)) for s in shapes)
 
@@ -269,7 +311,7 @@ def _matrices(kind: Kind) -> tuple[tuple[int, int, int], ...]:
 def _divide(group: Group) -> list[Group]:
     """Divides the parts so that no concatenated stack exceeds its limit; a single part is never divided."""
     unit = _unit_bytes(group)
-    limit = STACK_BYTES if group.owners == 1 else TRAVELLING_STACK_BYTES
+    limit = _stack_limit(group)
     out: list[list[Part]] = [[]]
     total = 0
     for part in group.parts:
@@ -281,20 +323,44 @@ def _divide(group: Group) -> list[Group]:
     return [dataclasses.replace(group, parts=tuple(parts)) for parts in out]
 
 
-def _shape_group(group: Group, chunk: Callable[[int, int], int]) -> Group:
-    """Fixes slots, chunk and rounds."""
+def _fix_rows(group: Group) -> Group:
+    """Fixes slots and rounds."""
     rows = -(-group.count // group.owners)
-    alone = min(max(1, chunk(m, n) // number) for number, m, n in group.matrices)
-    at_a_time = _even(rows, alone)
-    chunks = -(-rows // at_a_time)
-    row_bytes = _unit_bytes(group) * group.owners
-    per_round = max(1, ROUND_BYTES // (row_bytes * at_a_time)) if group.owners > 1 else chunks
-    per_round = _even(chunks, per_round)
-    rounds = -(-chunks // per_round)
-    return dataclasses.replace(group, slots=rounds * per_round * at_a_time, chunk=at_a_time, rounds=rounds)
+    at_once = max(1, ROUND_BYTES // (_unit_bytes(group) * group.owners)) if group.owners > 1 else rows
+    at_once = even_turns(rows, at_once)
+    rounds = -(-rows // at_once)
+    return dataclasses.replace(group, slots=rounds * at_once, rounds=rounds)
 
 
-def _even(rows: int, limit: int) -> int:
+def _batches(groups: Sequence[Group], chunk: Callable[[int, int], int]) -> list[Batch]:
+    """Puts groups that share a matrix shape together, up to a limit of bytes; rounds go alone."""
+    batches: list[list[Group]] = []
+    for group in groups:
+        joined = [group]
+        for other in batches[:] if group.rounds == 1 else []:
+            fits = sum(g.local_bytes for g in other + joined) <= _stack_limit(group)
+            if fits and any(_alike(g, group) for g in other):
+                batches.remove(other)
+                joined = other + joined
+        batches.append(joined)
+    return [Batch(tuple(together), _works(together, chunk)) for together in batches]
+
+
+def _alike(a: Group, b: Group) -> bool:
+    """Whether two groups may be worked on together and hold matrices of a common shape."""
+    if a.rounds > 1 or b.rounds > 1 or (a.wire_dtype, a.varying) != (b.wire_dtype, b.varying):
+        return False
+    return (a.owners > 1) == (b.owners > 1) and bool(
+        {m[1:] for m in a.matrices} & {m[1:] for m in b.matrices}
+    )
+
+
+def _works(groups: Sequence[Group], chunk: Callable[[int, int], int]) -> tuple[tuple[int, int, int], ...]:
+    shapes = dict.fromkeys((m, n) for group in groups for _, m, n in group.matrices)
+    return tuple((m, n, max(1, chunk(m, n))) for m, n in shapes)
+
+
+def even_turns(rows: int, limit: int) -> int:
     """At most `limit` rows at a time, such that the last turn is nearly full."""
     if rows <= limit:
         return rows
@@ -319,6 +385,10 @@ def _place_last_row(group: Group, loads: np.ndarray, axes: Sequence[tuple[str, i
     work[start : start + left] += unit
     view += work.reshape(*dims, *[1] * (loads.ndim - len(order)))
     return dataclasses.replace(group, start=start)
+
+
+def _stack_limit(group: Group) -> int:
+    return STACK_BYTES if group.owners == 1 else TRAVELLING_STACK_BYTES
 
 
 def _unit_cost(group: Group, cost: Callable[[int, int], float]) -> float:

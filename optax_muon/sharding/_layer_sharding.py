@@ -4,6 +4,7 @@ One joint all-to-all in and one out per group of the plan, in the wire dtype, wh
 The work between them has no collective. Without a mesh the same code runs with one owner and no exchange.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -14,14 +15,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from optax_muon.parameters import MatrixView, from_matrices, to_matrices
-from optax_muon.sharding._buckets import Group, Kind, LeafSpec, Plan, make_plan
+from optax_muon.sharding._buckets import (
+    Batch,
+    Group,
+    Kind,
+    LeafSpec,
+    Plan,
+    even_turns,
+    is_cut,
+    make_plan,
+    unit_axes,
+)
 from optax_muon.sharding._mesh import check_axes, check_not_shards, find_placement, guess_spec, varying_axes
 from optax_muon.sharding._propagation import forward_only, lies_like
 
 Orthogonalize: TypeAlias = Callable[[Array], Array]
+Kinds: TypeAlias = Int[Array, "_"] | None
 
 
 def orthogonalize_leaves(
@@ -118,14 +130,20 @@ _run_compiled = jax.jit(_run, static_argnums=(1, 2, 3, 4))
 
 def _on_each_device(plan: Plan, orthogonalize: Orthogonalize, *leaves: Array) -> tuple[Array, ...]:
     """The work of one device: [local leaf] -> [local leaf], the results in the wire dtype."""
-    sizes = dict(plan.axes)
+    work = Worker(dict(plan.axes), orthogonalize)
     stacks = [_take_apart(leaf, x) for leaf, x in zip(plan.leaves, leaves, strict=True)]
     done: list[list[Any]] = [[None] * len(stack) for stack in stacks]
-    for group in plan.groups:
-        rows = [stacks[part.leaf][part.piece].reshape(-1, *group.piece) for part in group.parts]
-        carry = _in_one_round if group.rounds == 1 else _in_rounds
-        for part, y in zip(group.parts, carry(rows, group, sizes, orthogonalize), strict=True):
-            done[part.leaf][part.piece] = y
+    for batch in plan.batches:
+        rows = [[stacks[part.leaf][part.piece] for part in group.parts] for group in batch.groups]
+        if batch.groups[0].rounds > 1:
+            results = [work.in_rounds(rows[0], batch)]
+        else:
+            tables = [_fill(xs, group) for xs, group in zip(rows, batch.groups, strict=True)]
+            tables = work.carry(tables, [_kinds_here(group) for group in batch.groups], batch)
+            results = [_empty(table, group) for table, group in zip(tables, batch.groups, strict=True)]
+        for group, ys in zip(batch.groups, results, strict=True):
+            for part, y in zip(group.parts, ys, strict=True):
+                done[part.leaf][part.piece] = y
     return tuple(
         _put_together(leaf, ys, x.shape) for leaf, ys, x in zip(plan.leaves, done, leaves, strict=True)
     )
@@ -133,177 +151,229 @@ def _on_each_device(plan: Plan, orthogonalize: Orthogonalize, *leaves: Array) ->
 
 def _take_apart(leaf: LeafSpec, x: Array) -> list[Shaped[Array, "units ..."]]:
     """A device's piece of a leaf as rows, one per unit (`units_of` gives the order)."""
-    batch, rest = _axes(leaf)
-    if any(leaf.spec[axis] for axis in rest):
-        return [x.transpose(*batch, *rest).reshape(-1, *(x.shape[axis] for axis in rest))]
-    return list(to_matrices(x, leaf.view))
+    if is_cut(leaf):
+        axes = unit_axes(leaf)
+        return [x.transpose(*_batch(leaf), *axes).reshape(-1, *(x.shape[axis] for axis in axes))]
+    return [x if x.shape[1] <= x.shape[2] else x.mT for x in to_matrices(x, leaf.view)]
 
 
 def _put_together(leaf: LeafSpec, rows: Sequence[Array], shape: tuple[int, ...]) -> Array:
     """Inverse of `_take_apart`."""
-    batch, rest = _axes(leaf)
-    if any(leaf.spec[axis] for axis in rest):
-        order = (*batch, *rest)
+    if is_cut(leaf):
+        order = (*_batch(leaf), *unit_axes(leaf))
         x = rows[0].reshape([shape[axis] for axis in order])
         return x.transpose([order.index(axis) for axis in range(len(order))])
     sides = leaf.view.matrix_shapes(shape)
-    matrices = [y.reshape(s.count, s.fan_in, s.fan_out) for y, s in zip(rows, sides, strict=True)]
-    return from_matrices(matrices, leaf.view, shape)
+    upright = [x if s.fan_in <= s.fan_out else x.mT for x, s in zip(rows, sides, strict=True)]
+    return from_matrices(upright, leaf.view, shape)
 
 
-def _axes(leaf: LeafSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    batch = leaf.view.batch_axes(len(leaf.shape))
-    return batch, tuple(axis for axis in range(len(leaf.shape)) if axis not in batch)
+def _batch(leaf: LeafSpec) -> tuple[int, ...]:
+    return leaf.view.batch_axes(len(leaf.shape))
 
 
-def _in_one_round(
-    rows: Sequence[Shaped[Array, "_ ..."]], group: Group, sizes: dict[str, int], orthogonalize: Orthogonalize
-) -> list[Shaped[Array, "_ ..."]]:
-    """Lays the rows into the table of the group, lets it travel once, and takes the rows out again."""
-    left, after, before = group.count - group.full, [], []
-    seen = 0
-    for x in rows:  # the incomplete last row of the table may cut one of the parts
+def _fill(rows: Sequence[Shaped[Array, "_ ..."]], group: Group) -> Shaped[Array, "slots owners ..."]:
+    """Lays rows into the table of a group; the incomplete last row of the table may cut one of the parts."""
+    before, after, seen = [], [], 0
+    for x in rows:
         cut = min(max(group.full - seen, 0), x.shape[0])
         seen += x.shape[0]
         before += [x[:cut].astype(group.wire_dtype)] if cut else []
         after += [x[cut:].astype(group.wire_dtype)] if cut < x.shape[0] else []
-    gap, rest = group.start, group.slots * group.owners - group.full - group.start - left
-    pads = [[jnp.zeros((n, *group.piece), group.wire_dtype)] if n else [] for n in (gap, rest)]
-    parts = [*before, *pads[0], *after, *pads[1]]
-    table = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-    table = table.reshape(group.slots, group.owners, *group.piece)
-    table = _exchange_and_work(table, _my_column(group.table(), group), group, sizes, orthogonalize)
+    rest = group.slots * group.owners - group.count - group.start
+    pads = [[jnp.zeros((n, *group.piece), group.wire_dtype)] if n else [] for n in (group.start, rest)]
+    table = _concatenate([*before, *pads[0], *after, *pads[1]])
+    return table.reshape(group.slots, group.owners, *group.piece)
 
-    flat, out, taken = table.reshape(-1, *group.piece), [], 0
+
+def _empty(table: Shaped[Array, "slots owners ..."], group: Group) -> list[Shaped[Array, "_ ..."]]:
+    """Inverse of `_fill`."""
+    flat, full, gap = table.reshape(-1, *group.piece), group.full, group.start
+    out, taken = [], 0
     for part in group.parts:
         stop = taken + part.count
-        head = flat[min(taken, group.full) : min(stop, group.full)]
-        tail = flat[max(taken, group.full) + gap : max(stop, group.full) + gap]
-        out.append(
-            head if stop <= group.full else tail if taken >= group.full else jnp.concatenate([head, tail])
-        )
+        head = flat[min(taken, full) : min(stop, full)]
+        tail = flat[max(taken, full) + gap : max(stop, full) + gap]
+        out.append(_concatenate([x for x in (head, tail) if x.shape[0]]))
         taken = stop
     return out
 
 
-def _in_rounds(
-    rows: Sequence[Shaped[Array, "_ ..."]], group: Group, sizes: dict[str, int], orthogonalize: Orthogonalize
-) -> list[Shaped[Array, "_ ..."]]:
-    """As many units at a time as one exchange may carry, so that temporaries do not grow with the stack."""
-    length = group.slots // group.rounds * group.owners
-    stack = rows[0] if len(rows) == 1 else jnp.concatenate([x.astype(group.wire_dtype) for x in rows])
-    kinds = jnp.asarray(group.kinds_in_order())
+@dataclasses.dataclass(frozen=True)
+class Worker:
+    """Exchanges and works, given the sizes of the mesh axes."""
 
-    def turn(i: Array, done: Array) -> Array:
-        start = jnp.minimum(i * length, group.count - length)
-        table = lax.dynamic_slice_in_dim(stack, start, length).astype(group.wire_dtype)
-        mine = lax.dynamic_slice_in_dim(kinds, start, length).reshape(-1, group.owners)
-        table = table.reshape(-1, group.owners, *group.piece)
-        table = _exchange_and_work(table, _my_column(mine, group), group, sizes, orthogonalize)
-        return lax.dynamic_update_slice_in_dim(done, table.reshape(length, *group.piece), start, 0)
+    sizes: dict[str, int]
+    orthogonalize: Orthogonalize
 
-    done = lax.fori_loop(0, group.rounds, turn, jnp.zeros_like(stack, group.wire_dtype))
-    starts = np.cumsum([0, *(part.count for part in group.parts)])
-    return [done[start : start + part.count] for start, part in zip(starts, group.parts, strict=False)]
+    def in_rounds(self, rows: Sequence[Shaped[Array, "_ ..."]], batch: Batch) -> list[Shaped[Array, "_ ..."]]:
+        """As many units at a time as one exchange may carry: temporaries do not grow with the stack."""
+        (group,) = batch.groups
+        length = group.slots // group.rounds * group.owners
+        stack = rows[0] if len(rows) == 1 else jnp.concatenate([x.astype(group.wire_dtype) for x in rows])
+
+        def turn(i: Array, done: Array) -> Array:
+            start = jnp.minimum(i * length, group.count - length)
+            table = lax.dynamic_slice_in_dim(stack, start, length).astype(group.wire_dtype)
+            kinds = None
+            if len(group.kinds) > 1:
+                kinds = lax.dynamic_slice_in_dim(jnp.asarray(group.kinds_in_order()), start, length)
+                kinds = _my_column(kinds.reshape(-1, group.owners), group)
+            (table,) = self.carry([table.reshape(-1, group.owners, *group.piece)], [kinds], batch)
+            return lax.dynamic_update_slice_in_dim(done, table.reshape(length, *group.piece), start, 0)
+
+        done = lax.fori_loop(0, group.rounds, turn, jnp.zeros_like(stack, group.wire_dtype))
+        starts = np.cumsum([0, *(part.count for part in group.parts)])
+        return [done[start : start + part.count] for start, part in zip(starts, group.parts, strict=False)]
+
+    def carry(
+        self, tables: Sequence[Shaped[Array, "_ owners ..."]], kinds: Sequence[Kinds], batch: Batch
+    ) -> list[Shaped[Array, "_ owners ..."]]:
+        """Tables to their owners, work, and back: one loop per matrix shape."""
+        groups = batch.groups
+        units = [self.to_owners(table, group) for table, group in zip(tables, groups, strict=True)]
+        matrices = [self.short_by_long(*args) for args in zip(units, kinds, groups, strict=True)]
+        for short, long, chunk in batch.works:
+            where = [
+                (i, j)
+                for i, g in enumerate(groups)
+                for j, m in enumerate(g.matrices)
+                if m[1:] == (short, long)
+            ]
+            stack = _concatenate([matrices[i][j] for i, j in where])
+            marks = None
+            if any(_has_gaps(groups[i]) for i, _ in where):
+                marks = _concatenate([_marks(kinds[i], matrices[i][j], groups[i], j) for i, j in where])
+            stack = self.work(stack, marks, chunk)
+            taken = 0
+            for i, j in where:
+                count = matrices[i][j].shape[0]
+                matrices[i][j] = stack[taken : taken + count]
+                taken += count
+        units = [self.whole_units(*args) for args in zip(matrices, kinds, groups, strict=True)]
+        return [self.from_owners(x, group) for x, group in zip(units, groups, strict=True)]
+
+    def to_owners(
+        self, table: Shaped[Array, "rows owners ..."], group: Group
+    ) -> Shaped[Array, "rows pieces ..."]:
+        """Every owner receives all pieces of its units."""
+        spread, cut = self._size(group.spread_axes), self._size(group.owner_axes)
+        x = table.reshape(-1, spread, cut, *group.piece)
+        x = (
+            x[:, 0]
+            if spread == 1
+            else lax.dynamic_index_in_dim(x, lax.axis_index(group.spread_axes), 1, False)
+        )
+        return lax.all_to_all(x, group.owner_axes, 1, 1, tiled=True) if cut > 1 else x
+
+    def from_owners(
+        self, x: Shaped[Array, "rows pieces ..."], group: Group
+    ) -> Shaped[Array, "rows owners ..."]:
+        """Inverse of `to_owners`; all devices of the spread axes get the results of all."""
+        spread, cut = self._size(group.spread_axes), self._size(group.owner_axes)
+        x = lax.all_to_all(x, group.owner_axes, 1, 1, tiled=True) if cut > 1 else x
+        if spread == 1:
+            x = x[:, None]
+        else:  # inside a shard_map that checks types, the result must count as equal on all replicas
+            to = "invarying" if set(group.spread_axes) <= set(varying_axes(x)) else "varying"
+            x = lax.all_gather(x, group.spread_axes, axis=1, to=to)
+        return x.reshape(-1, spread * cut, *group.piece)
+
+    def work(
+        self, stack: Shaped[Array, "_ short long"], marks: Bool[Array, "_"] | None, chunk: int
+    ) -> Shaped[Array, "_ short long"]:
+        """Orthogonalises a few matrices at a time, in place, and skips what no mark says is there."""
+        count = stack.shape[0]
+        chunk = even_turns(count, chunk)
+        turns = -(-count // chunk)
+        extra = turns * chunk - count
+        if extra:
+            stack = jnp.concatenate([stack, jnp.zeros((extra, *stack.shape[1:]), stack.dtype)])
+            marks = None if marks is None else jnp.concatenate([marks, jnp.zeros(extra, bool)])
+
+        def one(x: Array) -> Array:
+            return self.orthogonalize(x).astype(x.dtype)
+
+        def turn(i: Any, stack: Array) -> Array:
+            x = lax.dynamic_slice_in_dim(stack, i * chunk, chunk)
+            if marks is None:
+                x = one(x)
+            else:
+                here = lax.dynamic_slice_in_dim(marks, i * chunk, chunk).any()
+                x = lax.cond(here, one, lambda x: x, x)
+            return lax.dynamic_update_slice_in_dim(stack, x, i * chunk, 0)
+
+        stack = turn(0, stack) if turns == 1 else lax.fori_loop(0, turns, turn, stack)
+        return stack[:count]
+
+    def short_by_long(
+        self, units: Shaped[Array, "rows pieces ..."], kinds: Kinds, group: Group
+    ) -> list[Shaped[Array, "_ _ _"]]:
+        """The matrices of whole units, the short side first: one stack per entry of `group.matrices`."""
+
+        def one(kind: Kind, unit: Array) -> tuple[Array, ...]:
+            whole = _join(unit, kind, group.owner_axes, self.sizes)
+            return tuple(x if x.shape[1] <= x.shape[2] else x.mT for x in to_matrices(whole, kind.view))
+
+        return [x.reshape(-1, *x.shape[2:]) for x in _by_kind(one, group.kinds, kinds, units)]
+
+    def whole_units(
+        self, matrices: Sequence[Shaped[Array, "_ _ _"]], kinds: Kinds, group: Group
+    ) -> Shaped[Array, "rows pieces ..."]:
+        """Inverse of `short_by_long`."""
+
+        def one(kind: Kind, matrices: Sequence[Array]) -> Array:
+            shapes = kind.view.matrix_shapes(kind.shape)
+            upright = [x if s.fan_in <= s.fan_out else x.mT for x, s in zip(matrices, shapes, strict=True)]
+            pieces = _split(from_matrices(upright, kind.view, kind.shape), kind, group.owner_axes, self.sizes)
+            return pieces.reshape(-1, *group.piece)
+
+        per_unit = [x.reshape(-1, m[0], *x.shape[1:]) for x, m in zip(matrices, group.matrices, strict=True)]
+        return _by_kind(one, group.kinds, kinds, per_unit)
+
+    def _size(self, axes: Sequence[str]) -> int:
+        return math.prod(self.sizes[name] for name in axes)
 
 
-def _my_column(table: Any, group: Group) -> Int[Array, "slots"]:
-    """The entries of this device in a table [slots, owners]."""
+def _kinds_here(group: Group) -> Kinds:
+    """The kind of the unit in each slot of this device, -1 for none; None if one kind fills all slots."""
+    if len(group.kinds) == 1 and not _has_gaps(group):
+        return None
+    return _my_column(jnp.asarray(group.table()), group)
+
+
+def _my_column(table: Int[Array, "slots owners"], group: Group) -> Int[Array, "slots"]:
     axes = group.spread_axes + group.owner_axes
-    return jnp.asarray(table)[:, lax.axis_index(axes) if axes else 0]
+    return table[:, lax.axis_index(axes) if axes else 0]
 
 
-def _exchange_and_work(
-    table: Shaped[Array, "rows owners ..."],
-    kinds: Int[Array, "rows"],
-    group: Group,
-    sizes: dict[str, int],
-    orthogonalize: Orthogonalize,
-) -> Shaped[Array, "rows owners ..."]:
-    """Exchange, work on whole matrices, exchange back."""
-    spread, cut = (math.prod(sizes[name] for name in axes) for axes in (group.spread_axes, group.owner_axes))
-    x = table.reshape(-1, spread, cut, *group.piece)
-    x = x[:, 0] if spread == 1 else lax.dynamic_index_in_dim(x, lax.axis_index(group.spread_axes), 1, False)
-    if cut > 1:
-        x = lax.all_to_all(x, group.owner_axes, 1, 1, tiled=True)
-    x = _work(x, kinds, group, sizes, orthogonalize)
-    if cut > 1:
-        x = lax.all_to_all(x, group.owner_axes, 1, 1, tiled=True)
-    if spread == 1:
-        x = x[:, None]
-    else:  # inside a shard_map that checks types, the result must count as equal on all replicas
-        to = "invarying" if set(group.spread_axes) <= set(varying_axes(x)) else "varying"
-        x = lax.all_gather(x, group.spread_axes, axis=1, to=to)
-    return x.reshape(-1, spread * cut, *group.piece)
+def _has_gaps(group: Group) -> bool:
+    """Whether some device has an empty slot."""
+    return group.rounds == 1 and group.count < group.slots * group.owners
 
 
-def _work(
-    stack: Shaped[Array, "rows pieces ..."],
-    kinds: Int[Array, "rows"],
-    group: Group,
-    sizes: dict[str, int],
-    orthogonalize: Orthogonalize,
-) -> Shaped[Array, "rows pieces ..."]:
-    """Every row is all pieces of one unit; a few rows at a time, in place, skipping what is empty."""
-    some_empty = group.owners > 1 and group.rounds == 1 and group.count < group.slots * group.owners
-    n = stack.shape[0] // group.chunk
-
-    def work(units: Array, kinds: Array) -> Array:
-        matrices = _to_short_by_long(units, kinds, group, sizes)
-        done = [orthogonalize(x.reshape(-1, *x.shape[2:])).reshape(x.shape) for x in matrices]
-        return _from_short_by_long([y.astype(units.dtype) for y in done], kinds, group, sizes)
-
-    def turn(i: Any, stack: Array) -> Array:
-        units = lax.dynamic_slice_in_dim(stack, i * group.chunk, group.chunk)
-        mine = lax.dynamic_slice_in_dim(kinds, i * group.chunk, group.chunk)
-        if some_empty:
-            units = lax.cond((mine >= 0).any(), work, lambda units, _: units, units, mine)
-        else:
-            units = work(units, mine)
-        return lax.dynamic_update_slice_in_dim(stack, units, i * group.chunk, 0)
-
-    return turn(0, stack) if n == 1 else lax.fori_loop(0, n, turn, stack)
+def _marks(kinds: Kinds, matrices: Shaped[Array, "_ _ _"], group: Group, piece: int) -> Bool[Array, "_"]:
+    """Which of the matrices are there."""
+    return (
+        jnp.ones(matrices.shape[0], bool)
+        if kinds is None
+        else jnp.repeat(kinds >= 0, group.matrices[piece][0])
+    )
 
 
-def _to_short_by_long(
-    units: Shaped[Array, "rows pieces ..."], kinds: Int[Array, "rows"], group: Group, sizes: dict[str, int]
-) -> list[Shaped[Array, "rows _ _ _"]]:
-    """The matrices of whole units, the short side first: one array per entry of `group.matrices`."""
-
-    def one(kind: Kind, unit: Array) -> tuple[Array, ...]:
-        whole = _join(unit, kind, group.owner_axes, sizes)
-        matrices = (whole[None],) if kind.view is None else to_matrices(whole, kind.view)
-        return tuple(x if x.shape[1] <= x.shape[2] else x.mT for x in matrices)
-
-    return list(_by_kind([functools.partial(one, kind) for kind in group.kinds], kinds, units))
-
-
-def _from_short_by_long(
-    matrices: Sequence[Shaped[Array, "rows _ _ _"]],
-    kinds: Int[Array, "rows"],
-    group: Group,
-    sizes: dict[str, int],
-) -> Shaped[Array, "rows pieces ..."]:
-    """Inverse of `_to_short_by_long`."""
-
-    def one(kind: Kind, matrices: Sequence[Array]) -> Array:
-        view = kind.view or MatrixView((0,), (1,))
-        shapes = view.matrix_shapes(kind.shape)
-        upright = [x if s.fan_in <= s.fan_out else x.mT for x, s in zip(matrices, shapes, strict=True)]
-        pieces = _split(from_matrices(upright, view, kind.shape), kind, group.owner_axes, sizes)
-        return pieces.reshape(-1, *group.piece)
-
-    return _by_kind([functools.partial(one, kind) for kind in group.kinds], kinds, list(matrices))
-
-
-def _by_kind(branches: Sequence[Callable[[Any], Any]], kinds: Int[Array, "rows"], rows: Any) -> Any:
-    """Applies to every row the branch of its kind."""
-    if len(branches) == 1:
+def _by_kind(one: Callable[[Kind, Any], Any], kinds: Sequence[Kind], kinds_here: Kinds, rows: Any) -> Any:
+    """Applies `one` to every row with the row's kind."""
+    branches = [functools.partial(one, kind) for kind in kinds]
+    if len(branches) == 1 or kinds_here is None:
         return jax.vmap(branches[0])(rows)
-    if kinds.shape[0] == 1:  # a real switch; vmapped it would compute every branch
-        out = lax.switch(kinds[0], branches, jax.tree.map(lambda x: x[0], rows))
-        return jax.tree.map(lambda x: x[None], out)
-    return jax.vmap(lambda kind, row: lax.switch(kind, branches, row))(kinds, rows)
+    if kinds_here.shape[0] > 1:
+        return lax.map(lambda row: lax.switch(row[0], branches, row[1]), (kinds_here, rows))
+    out = lax.switch(kinds_here[0], branches, jax.tree.map(lambda x: x[0], rows))
+    return jax.tree.map(lambda x: x[None], out)
+
+
+def _concatenate(parts: Sequence[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _join(
