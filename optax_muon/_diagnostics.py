@@ -247,13 +247,17 @@ def plot_spectra(matrices: Mapping[str, ArrayLike], view: MatrixView | None = No
 
 
 def plot_history(
-    history: Sequence[Mapping[str, Mapping[str, float]]], measurement: str = "update_rms", ax: Any = None
+    history: Sequence[Mapping[str, Mapping[str, float]]],
+    measurement: str = "update_rms",
+    every: int = 1,
+    ax: Any = None,
 ) -> Any:
     """One measurement by leaf over time.
 
     Args:
-      history: what `latest` returned, step by step.
+      history: what `latest` returned, time after time.
       measurement: a field of `Measurements`.
+      every: steps from one entry of the history to the next.
       ax: matplotlib axes; None makes a figure.
 
     Returns:
@@ -266,9 +270,11 @@ def plot_history(
         raise ValueError(f"measurement must be one of {Measurements._fields}, got {measurement!r}.")
     ax = ax or _new_axes()
     paths = list(history[0][measurement]) if history else []
+    steps = every * np.arange(len(history))
     for path in paths:
-        ax.plot([step[measurement].get(path, np.nan) for step in history], label=path, linewidth=1.2)
-    ax.set_xlabel("recorded step")
+        values = [entry[measurement].get(path, np.nan) for entry in history]
+        ax.plot(steps, values, label=path, linewidth=1.2)
+    ax.set_xlabel("step")
     ax.set_ylabel(measurement.replace("_", " "))
     if paths:
         ax.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
