@@ -44,9 +44,9 @@ def accumulate_gradients(
         mean <- mean + (g_k - mean) / (k + 1)
         update = optimizer(mean) at the last micro-step, and exactly zero before it
 
-    As `optax.MultiSteps`, but the optimizer sits in the branch of a `lax.cond` that only the last micro-step
-    of a window takes: the others pay for the mean alone. (`optax.MultiSteps` computes every update in full
-    and throws it away, which for Muon is most of the cost of a step.)
+    As `optax.MultiSteps`, but the optimizer sits in a loop that only the last micro-step of a window enters
+    (once): the others pay for the mean alone. (`optax.MultiSteps` computes every update in full and throws it
+    away, which for Muon is most of the cost of a step.)
 
     Args:
       optimizer: any transformation. It sees the mean in the dtype of the gradients; params and extra
@@ -81,7 +81,7 @@ def accumulate_gradients(
     Note:
       A schedule of the optimizer counts updates, not micro-steps. A gradient that is not finite makes this
       window's update not finite, and the next window starts anew; to drop such a gradient instead, put
-      `optax.apply_if_finite` around the whole.
+      `optax.apply_if_finite` around the whole. Under `jit` an update cannot be differentiated in reverse.
 
     References:
       optax.MultiSteps.
@@ -102,32 +102,25 @@ def accumulate_gradients(
         _check_shapes(updates, state)
         window = every(state.step) if callable(every) else every
 
-        def finish(state: AccumulateGradientsState):
-            gradients = jax.tree.unflatten(jax.tree.structure(updates), _means_as_gradients(updates, state))
-            result, inner_state = inner.update(gradients, state.inner_state, params, **extra_args)
-            return result, AccumulateGradientsState(
-                micro_step=jnp.zeros_like(state.micro_step),
-                step=optax.safe_increment(state.step),
-                mean=jax.tree.map(jnp.zeros_like, state.mean),
-                inner_state=jax.tree.map(_as_before, inner_state, state.inner_state),
-            )
-
-        def wait(state: AccumulateGradientsState):
-            result, _ = jax.eval_shape(finish, state)
-            mean = jax.tree.unflatten(jax.tree.structure(state.mean), _means(updates, state))
-            zeros = jax.tree.unflatten(
-                jax.tree.structure(result),
-                [
-                    _zeros(r, g)
-                    for r, g in zip(jax.tree.leaves(result), jax.tree.leaves(updates), strict=True)
-                ],
-            )
-            return zeros, state._replace(micro_step=optax.safe_increment(state.micro_step), mean=mean)
-
         last = state.micro_step + 1 >= window
+        means = jax.tree.unflatten(jax.tree.structure(state.mean), _means(updates, state))
+
+        def finish(means: Any, inner_state: Any):
+            result, after = inner.update(_as_gradients(means, updates), inner_state, params, **extra_args)
+            return result, jax.tree.map(jnp.zeros_like, means), jax.tree.map(_as_before, after, inner_state)
+
+        result, *_ = jax.eval_shape(finish, means, state.inner_state)
+        carry = (_no_update(result, updates), means, state.inner_state)
         if isinstance(last, jax.core.Tracer):
-            return jax.lax.cond(last, finish, wait, state)
-        return (finish if last else wait)(state)  # a lax.cond outside jit would compile anew at every call
+            carry = _at_most_once(last, finish, carry)
+        elif last:  # a loop outside jit would be compiled anew at every call
+            carry = finish(*carry[1:])
+        return carry[0], AccumulateGradientsState(
+            micro_step=jnp.where(last, 0, optax.safe_increment(state.micro_step)),
+            step=jnp.where(last, optax.safe_increment(state.step), state.step),
+            mean=carry[1],
+            inner_state=carry[2],
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -195,12 +188,21 @@ def _means(updates: Any, state: AccumulateGradientsState) -> list[jax.Array]:
     return [add(g, m) for g, m in zip(jax.tree.leaves(updates), jax.tree.leaves(state.mean), strict=True)]
 
 
-def _means_as_gradients(updates: Any, state: AccumulateGradientsState) -> list[Any]:
+def _as_gradients(means: Any, updates: Any) -> Any:
     """The means as the optimizer gets them: in the dtype of the gradients, as it would without us."""
-    gradients, means = jax.tree.leaves(updates), _means(updates, state)
-    return [
-        m.astype(jnp.result_type(g)) if _is_kept(m, g) else g for g, m in zip(gradients, means, strict=True)
-    ]
+    leaves, treedef = jax.tree.flatten(updates)
+    pairs = zip(leaves, jax.tree.leaves(means), strict=True)
+    return treedef.unflatten([m.astype(jnp.result_type(g)) if _is_kept(m, g) else g for g, m in pairs])
+
+
+def _at_most_once(wanted: jax.Array, step: Callable[..., Any], carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`step` on all but the first of the carry, if wanted.
+
+    A loop of no or one turn and not a `lax.cond`, whose results XLA never puts where its operands are: the
+    optimizer's state would be copied at every micro-step, and be there twice.
+    """
+    turn = lambda c: (jnp.zeros_like(c[0]), *step(*c[2:]))
+    return jax.lax.while_loop(lambda c: c[0], turn, (wanted, *carry))[1:]
 
 
 def _as_before(new: Any, old: Any) -> jax.Array:
@@ -209,11 +211,16 @@ def _as_before(new: Any, old: Any) -> jax.Array:
     return reshard_like(new if new.dtype == old.dtype else new.astype(old.dtype), old)
 
 
-def _zeros(result: jax.ShapeDtypeStruct, gradient: Any) -> jax.Array:
-    """No update, of the type that the optimizer's would have."""
-    if result.shape != jnp.shape(gradient) or jnp.result_type(gradient) == jax.dtypes.float0:
-        return jnp.zeros(result.shape, result.dtype)
-    zeros = jnp.zeros_like(gradient, dtype=result.dtype)
-    wanted, mine = result.sharding, jax.typeof(zeros).sharding
-    explicit = AxisType.Explicit in mine.mesh.axis_types
-    return jax.sharding.reshard(zeros, wanted) if explicit and wanted and wanted != mine else zeros
+def _no_update(result: Any, updates: Any) -> Any:
+    """Zeros of the types that the optimizer's update would have."""
+
+    def zeros(r: jax.ShapeDtypeStruct, g: Any) -> jax.Array:
+        if r.shape != jnp.shape(g) or jnp.result_type(g) == jax.dtypes.float0:
+            return jnp.zeros(r.shape, r.dtype)
+        like = jnp.zeros_like(g, dtype=r.dtype)
+        mine = jax.typeof(like).sharding
+        explicit = r.sharding is not None and AxisType.Explicit in mine.mesh.axis_types
+        return jax.sharding.reshard(like, r.sharding) if explicit and r.sharding != mine else like
+
+    leaves, treedef = jax.tree.flatten(result)
+    return treedef.unflatten([zeros(r, g) for r, g in zip(leaves, jax.tree.leaves(updates), strict=True)])

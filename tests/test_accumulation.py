@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,7 +13,6 @@ import optax_muon
 from optax_muon import accumulate_gradients
 
 SHAPES = {"up": {"kernel": (16, 32)}, "down": {"kernel": (32, 16)}, "norm": {"scale": (16,)}}
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def muon(rate):
@@ -72,7 +70,7 @@ def test_equals_multi_steps():
 
 
 def matrix_products(jaxpr, inside=False):
-    """(inside a branch of a cond, not inside one): how many dot_generals the program holds."""
+    """(inside a while loop, not inside one): how many dot_generals the program holds."""
     counts = np.zeros(2, int)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -81,7 +79,7 @@ def matrix_products(jaxpr, inside=False):
             for sub in value if isinstance(value, list | tuple) else [value]:
                 sub = getattr(sub, "jaxpr", sub)
                 if hasattr(sub, "eqns"):
-                    counts += matrix_products(sub, inside or eqn.primitive.name == "cond")
+                    counts += matrix_products(sub, inside or eqn.primitive.name == "while")
     return counts
 
 
@@ -90,35 +88,63 @@ def flops(compiled):
     return (cost[0] if isinstance(cost, list) else cost)["flops"]
 
 
-def test_products_sit_in_the_branch_not_taken():  # optax #320
+def test_products_sit_in_the_loop_that_is_not_entered():  # optax #320
     params, tx = tree(0), accumulate_gradients(muon(1e-2), 4)
-    inside, outside = matrix_products(jax.make_jaxpr(tx.update)(params, tx.init(params), params).jaxpr)
+    state = tx.init(params)
+    program = jax.make_jaxpr(tx.update)(params, state, params)
+    inside, outside = matrix_products(program.jaxpr)
     assert inside > 0
     assert outside == 0
-    program = jax.jit(tx.update).lower(params, tx.init(params), params).compile().as_text()
-    entry = program[program.index("ENTRY") :]
-    assert "conditional" in entry
-    assert " dot(" not in entry
-    # The branch of a waiting micro-step, compiled alone: the mean and nothing else.
-    cond = next(
-        eqn
-        for eqn in jax.make_jaxpr(tx.update)(params, tx.init(params), params).eqns
-        if eqn.primitive.name == "cond"
-    )
-    products = [sum(matrix_products(branch.jaxpr)) for branch in cond.params["branches"]]
-    assert products[0] == 0
-    assert products[1] > 0
-    wait = jax.jit(jaxpr_as_fun(cond.params["branches"][0]))
-    arrays = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in cond.invars[1:]]
-    full = jax.jit(muon(1e-2).update).lower(params, muon(1e-2).init(params), params).compile()
-    size = sum(p.size for p in jax.tree.leaves(params))
-    waiting = flops(wait.lower(*arrays).compile())
-    assert waiting <= 4 * size  # measured 3 per entry
-    assert waiting < 0.02 * flops(full)
-    # What optax.MultiSteps pays at every micro-step.
+    # The loop runs while its first entry holds, which is "this is the last micro-step", and its turn clears it.
+    loops = [eqn for eqn in program.eqns if eqn.primitive.name == "while"]
+    assert len(loops) == 1
+    # So does the compiled program: no product outside the computations that the loop calls.
+    compiled = jax.jit(tx.update).lower(params, state, params).compile()
+    text = compiled.as_text()
+    entry = text[text.index("ENTRY") :]
+    assert " while(" in entry
+    assert not any(word in entry for word in (" dot(", "custom-call(", "gemm", "matmul"))
+    # What a waiting micro-step computes is all that is outside the loop: compiled with an optimizer that does nothing.
+    idle = optax.GradientTransformation(lambda params: muon(1e-2).init(params), lambda u, s, p=None: (u, s))
+    idle = accumulate_gradients(idle, 4)
+    waiting = flops(jax.jit(idle.update).lower(params, state, params).compile())
+    full = flops(jax.jit(muon(1e-2).update).lower(params, state.inner_state, params).compile())
+    assert waiting <= 4 * sum(p.size for p in jax.tree.leaves(params))  # measured 3 per entry
+    assert waiting < 0.02 * full
     steps = optax.MultiSteps(muon(1e-2), 4)
-    theirs = jax.jit(steps.update).lower(params, steps.init(params), params).compile()
-    assert flops(theirs) > 0.9 * flops(full)
+    theirs = flops(jax.jit(steps.update).lower(params, steps.init(params), params).compile())
+    assert theirs > 0.9 * full  # what every one of their micro-steps costs
+
+
+def test_a_waiting_micro_step_runs_no_optimizer():
+    calls = []
+    count = lambda: calls.append(1)
+
+    def update(updates, state, params=None):
+        jax.debug.callback(count)
+        return updates, state
+
+    tx = accumulate_gradients(optax.GradientTransformation(lambda params: (), update), 4)
+    run(tx, tree(0), [tree(i) for i in range(8)])
+    jax.effects_barrier()
+    assert len(calls) == 2
+
+
+def test_memory():
+    """In place: no second copy of the optimizer's state, and less than optax.MultiSteps needs."""
+    shapes = {f"layer_{i}": {"up": {"kernel": (64, 256)}} for i in range(4)}
+    params = tree(0, shapes=shapes)
+
+    def temporaries(tx):
+        program = jax.jit(tx.update, donate_argnums=(0, 1)).lower(params, tx.init(params), params)
+        return program.compile().memory_analysis().temp_size_in_bytes
+
+    size = sum(p.nbytes for p in jax.tree.leaves(params))
+    ours, bare = temporaries(accumulate_gradients(muon(1e-2), 4)), temporaries(muon(1e-2))
+    assert ours < bare + 1.1 * size  # measured 1.0: the means, while the optimizer works on them
+    assert ours < 1.01 * temporaries(
+        optax.MultiSteps(muon(1e-2), 4)
+    )  # here alike; 0.67 at six layers of width 512
 
 
 def test_state_is_one_gradient_tree_more():
@@ -128,8 +154,10 @@ def test_state_is_one_gradient_tree_more():
     assert more == size(params) + 8
 
 
-@pytest.mark.parametrize("param_dtype", DTYPES)
-@pytest.mark.parametrize("gradient_dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("param_dtype", "gradient_dtype"),
+    [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float16", "float32")],
+)
 def test_dtypes_are_stable(param_dtype, gradient_dtype):  # optax #1039, #1122
     params = tree(0, param_dtype)
     tx = accumulate_gradients(muon(1e-2), 2)
@@ -166,7 +194,7 @@ def test_mean_in_float32_keeps_late_gradients():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P("data", "model"), P()], ids=str)
+@pytest.mark.parametrize("spec", [P("data", "model"), P()], ids=str)
 def test_on_meshes(kind, spec):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
     place = lambda t: jax.tree.map(
