@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from optax_muon.parameters import Blocks, MatrixView, from_matrices, to_matrices
+from optax_muon.parameters import MatrixView, from_matrices, to_matrices
 from optax_muon.transforms._replicate import replicate
 
 
@@ -24,11 +24,6 @@ def rows_and_columns(view: MatrixView) -> tuple[tuple[int, ...], tuple[int, ...]
     )
 
 
-def _cuts(view: MatrixView) -> tuple[Blocks, ...]:
-    blocks = view.blocks
-    return () if blocks is None else (blocks,) if isinstance(blocks, Blocks) else tuple(blocks)
-
-
 def mean_per_matrix(x: jax.Array, view: MatrixView, axes: Sequence[int]) -> jax.Array:
     """Mean of x over `axes` within each matrix, as an array that broadcasts against x.
 
@@ -40,7 +35,7 @@ def mean_per_matrix(x: jax.Array, view: MatrixView, axes: Sequence[int]) -> jax.
       view: its resolved view.
       axes: some of the view's row and column axes.
     """
-    cuts = _cuts(view)
+    cuts = view.cuts
     cut = dict.fromkeys(c.axis for c in cuts if c.axis in axes)
     x = jnp.mean(x, axis=tuple(axis for axis in axes if axis not in cut), keepdims=True)
     for axis in cut:
