@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_muon.orthogonalization import Orthogonalizer
@@ -200,7 +201,8 @@ def _init(config: MuonConfig, memo: dict, params: Any) -> Any:
 
 
 def _signature(params: Any) -> tuple:
-    return tuple(zip(leaf_paths(params), (jnp.shape(x) for x in jax.tree.leaves(params)), strict=True))
+    # NumPy's shape, which is () for a function: it will be named as a parameter without a gradient.
+    return tuple(zip(leaf_paths(params), map(np.shape, jax.tree.leaves(params)), strict=True))
 
 
 def _momentum(state: Any) -> Any:
