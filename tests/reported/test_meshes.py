@@ -1,5 +1,7 @@
 """Meshes: faults of other packages that the tests of the sharding layer do not name, as what must hold here."""
 
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -127,3 +129,18 @@ def test_momentum_may_lie_in_host_memory():  # marin-community/marin #3766, appl
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
         assert (old.dtype, old.shape) == (new.dtype, new.shape)
         assert new.ndim == 0 or new.sharding.memory_kind == "pinned_host"
+
+
+def test_two_exchanges_for_many_leaves_and_none_in_the_iteration():
+    # goodfire-ai/spd #978: collectives in every iteration; marin-community/marin #6493: a gather at the boundary
+    mesh, host = make_mesh("explicit"), {f"layer{i}": {"kernel": normal((8, 16), i)} for i in range(12)}
+    rows = NamedSharding(mesh, P("model"))
+    params = jax.tree.map(lambda x: jax.device_put(x, rows), host)
+    tx = muon(1.0, weight_decay=0.0)
+    compiled = jax.jit(tx.update).lower(params, tx.init(params), params).compile()
+    names = "all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute"
+    found = re.findall(rf" ({names})(?:-start)?\(", compiled.as_text())
+    assert found == ["all-to-all"] * 2
+    updates, _ = compiled(params, tx.init(params), params)
+    assert all(u.sharding.is_equivalent_to(rows, 2) for u in jax.tree.leaves(updates))
+    assert np.linalg.matrix_rank(updates["layer3"]["kernel"]) == 8
