@@ -45,6 +45,7 @@ class Settings:
     rank: int = 8
     eval_batches: int = 8
     seed: int = 0
+    rates: int = 2
 
 
 def add_lora(model: GPT, rank: int, rngs: nnx.Rngs) -> None:
@@ -102,7 +103,7 @@ def train(
 def finetune(pretrained, how: str, name: str, corpora, config: Config, settings: Settings, text: str) -> dict:
     """The best of the rates: held-out loss on the new text, and what is left on the old."""
     runs = []
-    for rate in RATES[how]:
+    for rate in RATES[how][: settings.rates]:
         model = GPT(config, nnx.Rngs(settings.seed))
         nnx.update(model, pretrained)
         if how == "lora":
