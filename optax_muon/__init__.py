@@ -9,17 +9,24 @@ from optax_muon import _diagnostics as diagnostics
 from optax_muon import _recipes as recipes
 from optax_muon._accumulation import accumulate_gradients
 from optax_muon._describe import Description, describe
+from optax_muon._module_rules import rules_from_equinox, rules_from_linen, rules_from_nnx
 from optax_muon._muon import Muon, muon
 from optax_muon._orthogonalize import orthogonalize
 from optax_muon._state_shardings import state_shardings
 from optax_muon.orthogonalization import (
+    AOL,
+    AOL_4,
     CANS,
     CUBIC,
     DEEPSEEK_V4,
+    GRAM_NEWTON_SCHULZ_5,
     KELLER,
     POLAR_EXPRESS,
+    POLAR_EXPRESS_5,
     YOU,
+    Frobenius,
     Orthogonalizer,
+    Schatten,
     polar_express,
 )
 from optax_muon.parameters import (
@@ -29,6 +36,7 @@ from optax_muon.parameters import (
     interleaved_blocks,
     matrix_views,
     param_labels,
+    rules_from_names,
 )
 from optax_muon.transforms import (
     FusedHeads,
@@ -49,13 +57,18 @@ from optax_muon.transforms import (
 
 __version__ = "0.1.0"
 __all__ = [
+    "AOL",
+    "AOL_4",
     "CANS",
     "CUBIC",
     "DEEPSEEK_V4",
+    "GRAM_NEWTON_SCHULZ_5",
     "KELLER",
     "POLAR_EXPRESS",
+    "POLAR_EXPRESS_5",
     "YOU",
     "Description",
+    "Frobenius",
     "FusedHeads",
     "MatrixView",
     "MultiHead",
@@ -65,6 +78,7 @@ __all__ = [
     "Rule",
     "ScaleByMuonState",
     "ScaleByNormuonState",
+    "Schatten",
     "accumulate_gradients",
     "add_cautious_decayed_weights",
     "checkpoints",
@@ -82,6 +96,10 @@ __all__ = [
     "qk_clip_transform",
     "recipes",
     "renormalize",
+    "rules_from_equinox",
+    "rules_from_linen",
+    "rules_from_names",
+    "rules_from_nnx",
     "scale_by_muon",
     "scale_by_normuon",
     "scale_by_shape",
