@@ -1,7 +1,7 @@
 """Compiles for TPU pods on a machine that has none, and reads collectives and temporaries off the program.
 
-libtpu contains the real TPU compiler, which needs no TPU. Numbers here are the compiler's own: bytes are output bytes of
-collectives on one device, times the trip counts of the loops around them.
+libtpu contains the real TPU compiler, which needs no TPU. Numbers here are the compiler's own: bytes are output bytes
+of collectives on one device, times the trip counts of the loops around them.
 """
 
 import contextlib

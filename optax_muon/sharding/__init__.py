@@ -1,6 +1,6 @@
 """Where each stack of matrices is computed and stored. Knows no optimizer and no framework."""
 
-from optax_muon.sharding._buckets import Batch, Group, Kind, LeafSpec, Part, Plan, make_plan
+from optax_muon.sharding._buckets import Batch, Group, Part, Plan, make_plan
 from optax_muon.sharding._layer_sharding import orthogonalize_leaves
 from optax_muon.sharding._mesh import Placement, find_placement, platform_of
 from optax_muon.sharding._state_sharding import (
@@ -11,6 +11,7 @@ from optax_muon.sharding._state_sharding import (
     shard_further,
     zeros_like_param,
 )
+from optax_muon.sharding._units import Kind, LeafSpec
 
 __all__ = [
     "Batch",

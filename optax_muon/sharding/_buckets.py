@@ -18,9 +18,7 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from optax_muon.parameters import MatrixView
-
-Axes = tuple[str, ...]
+from optax_muon.sharding._units import Axes, Kind, LeafSpec, matrices_of, size_of, units_of
 
 # Local bytes of one concatenated stack; a larger group is divided, which bounds what is alive at a time. A stack that
 # is worked on where it lies is overwritten in place; one that travels in rounds needs a second one for the results.
@@ -28,46 +26,6 @@ STACK_BYTES = 1 << 30
 TRAVELLING_STACK_BYTES = 512 << 20
 # Local bytes of one exchange; a larger stack travels in rounds.
 ROUND_BYTES = 256 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafSpec:
-    """What the plan has to know of one leaf.
-
-    Attributes:
-        path: for messages.
-        shape: global shape (over the free mesh axes).
-        view: the resolved MatrixView.
-        spec: for every axis of the leaf the mesh axes that cut it, major to minor; () where it is whole.
-        wire_dtype: name of the dtype in which the leaf's matrices travel and are worked on.
-        varying: manual axes over which the leaf varies (kept apart so that the types stay right).
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    view: MatrixView
-    spec: tuple[Axes, ...]
-    wire_dtype: str
-    varying: Axes = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """How one unit of travel is laid out when it is whole.
-
-    Attributes:
-        shape: its axes in the order of `unit_axes`.
-        cut: for each of them the mesh axes that cut it, major to minor.
-        view: which of them are rows and columns; without blocks the rows come first and are the short side.
-    """
-
-    shape: tuple[int, ...]
-    cut: tuple[Axes, ...]
-    view: MatrixView
-
-    def local_shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
-        """The shape of one device's piece."""
-        return tuple(n // _size(axes, sizes) for n, axes in zip(self.shape, self.cut, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +104,7 @@ class Group:
     def moved_bytes(self, sizes: dict[str, int]) -> int:
         """Bytes that one device puts on the wire and takes from it, both ways (output bytes of the collectives)."""
         row = _unit_bytes(self)
-        pieces, spread = _size(self.owner_axes, sizes), _size(self.spread_axes, sizes)
+        pieces, spread = size_of(self.owner_axes, sizes), size_of(self.spread_axes, sizes)
         exchange = 2 * self.slots * pieces * row if pieces > 1 else 0
         return exchange + (self.slots * pieces * spread * row if spread > 1 else 0)
 
@@ -223,53 +181,6 @@ def make_plan(
     return Plan(leaves, axes, tuple(_batches(groups, chunk)), tuple(loads.ravel().tolist()))
 
 
-def unit_axes(leaf: LeafSpec) -> tuple[int, ...]:
-    """The leaf's axes that are not batch axes, in the order in which a unit has them.
-
-    Without blocks the short side comes first, so that tall and wide matrices that are cut alike travel alike.
-    """
-    if leaf.view.blocks:
-        batch = leaf.view.batch_axes(len(leaf.shape))
-        return tuple(axis for axis in range(len(leaf.shape)) if axis not in batch)
-    rows, columns = _sides(leaf)
-    return (*rows, *columns)
-
-
-def units_of(leaf: LeafSpec, sizes: dict[str, int]) -> list[tuple[Kind, int]]:
-    """(kind, number of units on one device) for every stack into which a leaf is taken apart.
-
-    A leaf whose matrices are whole on every device is taken apart into matrices at once, so that blocks join the
-    matrices of their shape; otherwise its batch entries travel whole and are taken apart by their owner.
-    """
-    ndim = len(leaf.shape)
-    batch, axes = leaf.view.batch_axes(ndim), unit_axes(leaf)
-    if not is_cut(leaf):
-        local = tuple(
-            n // _size(leaf.spec[axis], sizes) if axis in batch else n for axis, n in enumerate(leaf.shape)
-        )
-        shapes = leaf.view.matrix_shapes(local)
-        sides = [(tuple(sorted((s.fan_in, s.fan_out))), s.count) for s in shapes]
-        return [(Kind(both, ((), ()), MatrixView((0,), (1,))), count) for both, count in sides]
-    view = leaf.view.unbatched(ndim)
-    if not leaf.view.blocks:
-        rows = len(_sides(leaf)[0])
-        view = MatrixView(tuple(range(rows)), tuple(range(rows, len(axes))))
-    kind = Kind(tuple(leaf.shape[axis] for axis in axes), tuple(leaf.spec[axis] for axis in axes), view)
-    return [(kind, math.prod(leaf.shape[axis] // _size(leaf.spec[axis], sizes) for axis in batch))]
-
-
-def is_cut(leaf: LeafSpec) -> bool:
-    """Whether the mesh cuts the leaf's matrices."""
-    return any(leaf.spec[axis] for axis in unit_axes(leaf))
-
-
-def _sides(leaf: LeafSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Row and column axes, those of the short side first; the side with fewer axes where both are equal."""
-    sides = [tuple(side) for side in (leaf.view.reduction_axes, leaf.view.output_axes)]  # pyright: ignore
-    short, long = sorted(sides, key=lambda side: (math.prod(leaf.shape[axis] for axis in side), len(side)))
-    return short, long
-
-
 def _gather_units(leaves: Sequence[LeafSpec], sizes: dict[str, int], spread: Axes) -> list[Group]:
     """Units that travel alike, together (slots, start and rounds not fixed yet), in order of first appearance."""
     found: dict[tuple[Group, Kind | None], list[tuple[Kind, int, int, int]]] = {}
@@ -282,7 +193,7 @@ def _gather_units(leaves: Sequence[LeafSpec], sizes: dict[str, int], spread: Axe
         for piece, (kind, count) in enumerate(units_of(leaf, sizes)):
             group = Group(
                 kinds=(),
-                matrices=_matrices(kind),
+                matrices=matrices_of(kind),
                 parts=(),
                 owner_axes=owner_axes,
                 spread_axes=spread_axes,
@@ -290,7 +201,7 @@ def _gather_units(leaves: Sequence[LeafSpec], sizes: dict[str, int], spread: Axe
                 piece=kind.local_shape(sizes),
                 wire_dtype=leaf.wire_dtype,
                 varying=leaf.varying,
-                owners=_size(owner_axes + spread_axes, sizes),
+                owners=size_of(owner_axes + spread_axes, sizes),
             )
             # Blocks lie differently under different views though their pieces look alike.
             key = group, kind if kind.view.blocks else None
@@ -301,11 +212,6 @@ def _gather_units(leaves: Sequence[LeafSpec], sizes: dict[str, int], spread: Axe
         parts = tuple(Part(i, piece, count, kinds.index(kind)) for kind, i, piece, count in units)
         groups.append(dataclasses.replace(group, kinds=kinds, parts=parts))
     return groups
-
-
-def _matrices(kind: Kind) -> tuple[tuple[int, int, int], ...]:
-    shapes = kind.view.matrix_shapes(kind.shape)
-    return tuple((s.count, min(s.fan_in, s.fan_out), max(s.fan_in, s.fan_out)) for s in shapes)
 
 
 def _divide(group: Group) -> list[Group]:
@@ -393,10 +299,6 @@ def _stack_limit(group: Group) -> int:
 
 def _unit_cost(group: Group, cost: Callable[[int, int], float]) -> float:
     return math.fsum(number * cost(m, n) for number, m, n in group.matrices)
-
-
-def _size(axes: Sequence[str], sizes: dict[str, int]) -> int:
-    return math.prod(sizes[name] for name in axes)
 
 
 def _unit_bytes(group: Group) -> int:

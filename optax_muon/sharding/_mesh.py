@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from optax_muon.parameters import MatrixView
+from optax_muon.sharding._units import Axes, short_and_long
 
-Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
 
 
@@ -117,7 +118,7 @@ def check_axes(names: Sequence[str], argument: str, placement: Placement) -> Non
 
 
 def guess_spec(shape: Sequence[int], view: MatrixView, axes: Sequence[tuple[str, int]]) -> Spec:
-    """A layout to assume where nobody says how a leaf lies: the last mesh axis cuts the long side, the others the short.
+    """A layout to assume where nobody says how a leaf lies: the last mesh axis cuts the long side, others the short.
 
     This is how tensor and fsdp axes usually lie; and a leaf that is cut by fewer axes (FSDP alone, tensor parallel
     alone, data parallel) reaches it by slicing, without a message. Where it is wrong, the compiler moves the leaf to
@@ -131,15 +132,11 @@ def guess_spec(shape: Sequence[int], view: MatrixView, axes: Sequence[tuple[str,
     Returns:
         The assumed spec; correct results do not depend on it.
     """
-    sides = sorted(
-        (view.reduction_axes, view.output_axes),
-        key=lambda side: (math.prod(shape[a] for a in side), len(side)),
-    )
+    short, long = short_and_long(view, shape)
     cut: list[Axes] = [()] * len(shape)
     parts = [1] * len(shape)
     for i, (name, size) in enumerate(reversed(axes)):
-        long_first = [*sides[1], *sides[0]] if i == 0 else [*sides[0], *sides[1]]
-        for axis in long_first:
+        for axis in (*long, *short) if i == 0 else (*short, *long):
             if shape[axis] % (parts[axis] * size) == 0:
                 cut[axis] += (name,)
                 parts[axis] *= size
@@ -148,7 +145,7 @@ def guess_spec(shape: Sequence[int], view: MatrixView, axes: Sequence[tuple[str,
 
 
 def _is_concrete(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
 def _manual(mesh: Mesh | AbstractMesh) -> set[str]:

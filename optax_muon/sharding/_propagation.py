@@ -4,6 +4,7 @@ The exchange has to assume some layout. Left alone, the compiler would carry tha
 and forwards into the parameters, which would come out of the step cut otherwise than they went in.
 """
 
+import contextlib
 from typing import Any
 
 import jax
@@ -11,11 +12,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-try:  # the dialect of the Shardy partitioner
+ir: Any = None
+sdy: Any = None  # the dialect of the Shardy partitioner
+with contextlib.suppress(ImportError):
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
-except ImportError:  # pragma: no cover
-    ir = sdy = None
 
 _NO_DIRECTION, _FORWARD = 0, 1
 _next_group = iter(range(1 << 40, 1 << 62))  # far from the numbers of anybody else in the same module

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -25,7 +26,7 @@ def like_param(leaf: Array, param: Any) -> Array:
     """
     if not isinstance(param, jax.Array):
         return leaf
-    if not isinstance(param, jax.core.Tracer):
+    if not isinstance(param, Tracer):
         return jax.device_put(leaf, param.sharding) if isinstance(param.sharding, NamedSharding) else leaf
     leaf = reshard_like(leaf, param)
     # Not `zeros_like(param)`, whose result the compiler knows to be independent of the parameter's sharding.
@@ -37,11 +38,7 @@ def zeros_like_param(param: Any, dtype: Any = None) -> Array:
     """Zeros with the shape and sharding of a parameter; never whole on one device when the parameter is not."""
     dtype = dtype or param.dtype
     sharding = getattr(param, "sharding", None)
-    if (
-        isinstance(param, jax.Array)
-        and not isinstance(param, jax.core.Tracer)
-        and isinstance(sharding, NamedSharding)
-    ):
+    if isinstance(param, jax.Array) and not isinstance(param, Tracer) and isinstance(sharding, NamedSharding):
         return jnp.zeros(param.shape, dtype, device=sharding)
     return like_param(jnp.zeros(param.shape, dtype), param)
 
@@ -55,11 +52,7 @@ def reshard_like(x: Array, param: Any) -> Array:
     if not theirs.mesh.empty and AxisType.Explicit in theirs.mesh.axis_types:
         return x if mine == theirs else jax.sharding.reshard(x, theirs)
     place = getattr(param, "sharding", None)
-    if (
-        isinstance(x, jax.core.Tracer)
-        or isinstance(param, jax.core.Tracer)
-        or not isinstance(place, NamedSharding)
-    ):
+    if isinstance(x, Tracer) or isinstance(param, Tracer) or not isinstance(place, NamedSharding):
         return x
     return x if x.sharding.is_equivalent_to(place, x.ndim) else jax.device_put(x, place)
 
@@ -75,7 +68,7 @@ def constrain(x: Array, spec: Any) -> Array:
         An array equal to x.
     """
     mesh = jax.typeof(x).sharding.mesh
-    if not isinstance(x, jax.core.Tracer) or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
+    if not isinstance(x, Tracer) or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return x
     spec = spec.spec if isinstance(spec, NamedSharding) else spec
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

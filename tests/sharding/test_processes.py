@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 
-
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
 
 

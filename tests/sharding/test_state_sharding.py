@@ -1,4 +1,4 @@
-"""State lies as its parameter does, made eagerly or under jit, on Auto and Explicit meshes; or cut further on request."""
+"""State lies as its parameter does, made eagerly or under jit, on Auto and Explicit meshes; or cut further."""
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +60,6 @@ class TestReshardLike:
 
 
 class TestShardFurther:
-    SIZES = {"data": 4, "model": 2}
-
     @pytest.mark.parametrize(
         ("spec", "shape", "expected"),
         [
@@ -75,7 +73,7 @@ class TestShardFurther:
         ],
     )
     def test_first_dimension_that_divides(self, spec, shape, expected):
-        assert shard_further(spec, shape, ("data",), self.SIZES) == expected
+        assert shard_further(spec, shape, ("data",), {"data": 4, "model": 2}) == expected
 
 
 def test_is_spec():
