@@ -109,7 +109,7 @@ def record(
     if config is not None and rules is None:
         rules = config.rules
     views: dict[tuple, dict[str, MatrixView | None]] = {}
-    optimizer = optax.with_extra_args_support(inner)
+    optimizer: Any = optax.with_extra_args_support(inner)
 
     def views_of(tree: Any) -> dict[str, MatrixView | None]:
         # What init saw stands: the parameters of an update may lack boxes and axis names (nnx.Optimizer).
@@ -128,7 +128,7 @@ def record(
         count = on_mesh_of(jnp.zeros([], jnp.int32), params)
         return RecordState(count, fields, optimizer.init(params))
 
-    def update(updates: Any, state: RecordState, params: Any = None, **extra_args: Any):
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
         if params is None:
             raise ValueError("record measures the weights too: call update(gradients, state, params).")
         result, inner_state = optimizer.update(updates, state.inner_state, params, **extra_args)
@@ -137,8 +137,8 @@ def record(
         chosen = [table[path] if path in on_muon else None for path in leaf_paths(params)]
 
         def measure(_: Measurements) -> Measurements:
-            trees = (jax.tree.leaves(tree) for tree in (updates, result, params))
-            rows = [_row(*arrays, view) for *arrays, view in zip(*trees, chosen, strict=True)]
+            trees = [jax.tree.leaves(tree) for tree in (updates, result, params)]
+            rows = [_row(g, u, w, view) for g, u, w, view in zip(*trees, chosen, strict=True)]
             if not rows:
                 return state.values
             columns = [jnp.stack(column) for column in zip(*rows, strict=True)]

@@ -180,7 +180,7 @@ def _compiled(
     measure: Callable[..., Array], view: MatrixView | None, number: int | None, *arrays: Array
 ) -> Array:
     """The measure with the compiler placing what is in between, also on Explicit meshes; a replicated result."""
-    run = functools.partial(_stack_by_stack, measure, view, number)
+    run: Callable[..., Any] = functools.partial(_stack_by_stack, measure, view, number)
     mesh = next((m for m in (jax.typeof(x).sharding.mesh for x in arrays) if not m.empty), None)
     if mesh is not None:
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
