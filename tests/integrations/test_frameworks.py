@@ -47,7 +47,7 @@ class Lora(nnx.Module):
         return self.head(jax.nn.gelu(self.base(x) + self.lora(x)))
 
 
-def nnx_step(model, optimizer, x, y, wrt):
+def nnx_trainer(wrt, x, y):
     @nnx.jit
     def step(model, optimizer):
         loss = lambda m: jnp.mean((m(x) - y) ** 2)
@@ -55,7 +55,7 @@ def nnx_step(model, optimizer, x, y, wrt):
         optimizer.update(model, gradients)
         return value
 
-    return step(model, optimizer)
+    return step
 
 
 @pytest.mark.parametrize("wrapped", ["plain", "chain", "inject"])
@@ -72,11 +72,10 @@ def test_nnx_optimizer(wrapped):  # flax #4901, #5372, #3955, optax #1148
     }[wrapped]()
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     before = np.asarray(model.layers[0].kernel[...])
-    losses = [float(nnx_step(model, optimizer, normal((64, 8)), normal((64, 8), 1), nnx.Param))]
+    step = nnx_trainer(nnx.Param, normal((64, 8)), normal((64, 8), 1))
+    losses = [float(step(model, optimizer))]
     assert_muon_step(before, model.layers[0].kernel[...], 16)
-    losses += [
-        float(nnx_step(model, optimizer, normal((64, 8)), normal((64, 8), 1), nnx.Param)) for _ in range(4)
-    ]
+    losses += [float(step(model, optimizer)) for _ in range(4)]
     assert losses[-1] < losses[0]
     assert int(optimizer.step[...]) == 5
 
@@ -86,8 +85,9 @@ def test_nnx_filters_train_only_what_they_select():  # OneTrainer #1314
     optimizer = nnx.Optimizer(model, muon(RATE, weight_decay=0.0), wrt=nnx.LoRAParam)
     frozen = np.asarray(model.base.kernel[...])
     a, b = (np.asarray(x[...]) for x in (model.lora.lora_a, model.lora.lora_b))
+    step = nnx_trainer(nnx.LoRAParam, normal((16, 8)), normal((16, 3), 1))
     for _ in range(2):  # B starts at zero, so A has no gradient at first
-        nnx_step(model, optimizer, normal((16, 8)), normal((16, 3), 1), nnx.LoRAParam)
+        step(model, optimizer)
     np.testing.assert_array_equal(model.base.kernel[...], frozen)
     assert all(jnp.all(jnp.isfinite(x[...])) for x in (model.lora.lora_a, model.lora.lora_b))
     change = np.linalg.svd(np.asarray(model.lora.lora_b[...]) - b, compute_uv=False)
@@ -97,7 +97,7 @@ def test_nnx_filters_train_only_what_they_select():  # OneTrainer #1314
     picked = nnx.All(nnx.Param, nnx.PathContains("base"))
     other = nnx.Optimizer(model, muon(RATE, weight_decay=0.0), wrt=picked)
     before = np.asarray(model.base.kernel[...])
-    nnx_step(model, other, normal((16, 8)), normal((16, 3), 1), picked)
+    nnx_trainer(picked, normal((16, 8)), normal((16, 3), 1))(model, other)
     change = np.linalg.svd(np.asarray(model.base.kernel[...]) - before, compute_uv=False)
     assert change[2] > 0.4 * change[0]
 
@@ -105,8 +105,9 @@ def test_nnx_filters_train_only_what_they_select():  # OneTrainer #1314
 def test_nnx_models_without_matrices():  # flax #4901
     model = nnx.LayerNorm(8, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, muon(RATE), wrt=nnx.Param)
+    step = nnx_trainer(nnx.Param, normal((4, 8)), normal((4, 8), 1))
     for _ in range(2):
-        nnx_step(model, optimizer, normal((4, 8)), normal((4, 8), 1), nnx.Param)
+        step(model, optimizer)
     assert not np.allclose(model.scale[...], 1.0)
 
 
