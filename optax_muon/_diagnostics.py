@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
@@ -209,7 +210,7 @@ def _muon_paths(state: Any) -> set[str]:
 
 def _beside(x: Array, params: Any) -> Array:
     """X replicated on the mesh of the parameters, if any, so that its type is the same at every step."""
-    tracer = next((p for p in jax.tree.leaves(params) if isinstance(p, jax.core.Tracer)), None)
+    tracer = next((p for p in jax.tree.leaves(params) if isinstance(p, Tracer)), None)
     if tracer is None:
         return on_mesh_of(x, params)
     mesh = jax.typeof(tracer).sharding.mesh
