@@ -118,7 +118,7 @@ def on_one_device(mu_dtype):
         ("auto", P("model"), None, JITTED),
         ("auto", P(None, "model"), "int8", JITTED),
     ],
-    ids=str,
+    ids=lambda x: {id(JITTED): "jit", id(train): "eager"}.get(id(x), str(x)),
 )
 def test_momentum_cut_further_gives_exact_updates_and_moves_nothing(kind, spec, mu_dtype, step):
     """ZeRO-1.  flax #5172, maxtext #4996, dion #18."""
