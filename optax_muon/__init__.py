@@ -9,6 +9,7 @@ from optax_muon import _diagnostics as diagnostics
 from optax_muon import _recipes as recipes
 from optax_muon._accumulation import accumulate_gradients
 from optax_muon._describe import Description, describe
+from optax_muon._memory import MemoryEstimate, estimate_memory
 from optax_muon._module_rules import rules_from_equinox, rules_from_linen, rules_from_nnx
 from optax_muon._muon import Muon, muon
 from optax_muon._orthogonalize import orthogonalize
@@ -71,6 +72,7 @@ __all__ = [
     "Frobenius",
     "FusedHeads",
     "MatrixView",
+    "MemoryEstimate",
     "MultiHead",
     "MultiLatent",
     "Muon",
@@ -85,6 +87,7 @@ __all__ = [
     "contiguous_blocks",
     "describe",
     "diagnostics",
+    "estimate_memory",
     "interleaved_blocks",
     "matrix_views",
     "max_attention_logits",
