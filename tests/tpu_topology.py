@@ -92,13 +92,13 @@ def read(compiled, warnings=""):
 
 def compile_and_read(lowered):
     """Compiles, keeping what the compiler says on stderr ("Involuntary full rematerialization" and the like)."""
-    with _stderr() as said:
+    with quiet() as said:
         compiled = lowered.compile()
     return read(compiled, said())
 
 
 @contextlib.contextmanager
-def _stderr():
+def quiet():
     """What C++ writes to file descriptor 2 meanwhile."""
     with tempfile.TemporaryFile() as file:
         kept = os.dup(2)

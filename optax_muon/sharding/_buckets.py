@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from optax_muon.sharding._units import Axes, Kind, LeafSpec, matrices_of, size_of, units_of
+from optax_muon.sharding._units import Axes, Kind, LeafSpec, matrices_of, size_of, turned, units_of
 
 # Local bytes of one concatenated stack; a larger group is divided, which bounds what is alive at a time. A stack that
 # is worked on where it lies is overwritten in place; one that travels in rounds needs a second one for the results.
@@ -30,12 +30,16 @@ ROUND_BYTES = 256 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """`count` units of leaf number `leaf`, its `piece`-th stack of matrices; all of one kind of their group."""
+    """`count` units of leaf number `leaf`, its `piece`-th stack of matrices; all of one kind of their group.
+
+    `order` is the transposition of a unit's axes before it travels, () for none.
+    """
 
     leaf: int
     piece: int
     count: int
     kind: int
+    order: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,12 +187,11 @@ def make_plan(
 
 def _gather_units(leaves: Sequence[LeafSpec], sizes: dict[str, int], spread: Axes) -> list[Group]:
     """Units that travel alike, together (slots, start and rounds not fixed yet), in order of first appearance."""
-    found: dict[tuple[Group, Kind | None], list[tuple[Kind, int, int, int]]] = {}
+    found: dict[tuple[Group, Kind | None], list[tuple[Kind, Part]]] = {}
     for i, leaf in enumerate(leaves):
         batch = leaf.view.batch_axes(len(leaf.shape))
         cut = {name: axis in batch for axis, names in enumerate(leaf.spec) for name in names}
         owner_axes = tuple(name for name in sizes if cut.get(name) is False)
-        batch_axes = tuple(name for name in sizes if cut.get(name) is True)
         spread_axes = tuple(name for name in sizes if name in spread and name not in cut)
         for piece, (kind, count) in enumerate(units_of(leaf, sizes)):
             group = Group(
@@ -197,19 +200,25 @@ def _gather_units(leaves: Sequence[LeafSpec], sizes: dict[str, int], spread: Axe
                 parts=(),
                 owner_axes=owner_axes,
                 spread_axes=spread_axes,
-                batch_axes=batch_axes,
+                batch_axes=tuple(name for name in sizes if cut.get(name) is True),
                 piece=kind.local_shape(sizes),
                 wire_dtype=leaf.wire_dtype,
                 varying=leaf.varying,
                 owners=size_of(owner_axes + spread_axes, sizes),
             )
+            part = Part(i, piece, count, 0)
             # Blocks lie differently under different views though their pieces look alike.
             key = group, kind if kind.view.blocks else None
-            found.setdefault(key, []).append((kind, i, piece, count))
+            other = turned(kind)
+            if key not in found and other is not None:  # join those that lie the other way, if there are some
+                turned_key = dataclasses.replace(group, piece=other[0].local_shape(sizes)), None
+                if turned_key in found:
+                    key, kind, part = turned_key, other[0], dataclasses.replace(part, order=other[1])
+            found.setdefault(key, []).append((kind, part))
     groups = []
     for (group, _), units in found.items():
-        kinds = tuple(dict.fromkeys(kind for kind, *_ in units))
-        parts = tuple(Part(i, piece, count, kinds.index(kind)) for kind, i, piece, count in units)
+        kinds = tuple(dict.fromkeys(kind for kind, _ in units))
+        parts = tuple(dataclasses.replace(part, kind=kinds.index(kind)) for kind, part in units)
         groups.append(dataclasses.replace(group, kinds=kinds, parts=parts))
     return groups
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
@@ -121,7 +122,10 @@ def _on_each_device(plan: Plan, orthogonalize: Orthogonalize, *leaves: Array) ->
     stacks = [_take_apart(leaf, x) for leaf, x in zip(plan.leaves, leaves, strict=True)]
     done: list[list[Any]] = [[None] * len(stack) for stack in stacks]
     for batch in plan.batches:
-        rows = [[stacks[part.leaf][part.piece] for part in group.parts] for group in batch.groups]
+        rows = [
+            [_turn(stacks[part.leaf][part.piece], part.order) for part in group.parts]
+            for group in batch.groups
+        ]
         if batch.groups[0].rounds > 1:
             results = [work.in_rounds(rows[0], batch)]
         else:
@@ -130,7 +134,7 @@ def _on_each_device(plan: Plan, orthogonalize: Orthogonalize, *leaves: Array) ->
             results = [empty(table, group) for table, group in zip(tables, batch.groups, strict=True)]
         for group, ys in zip(batch.groups, results, strict=True):
             for part, y in zip(group.parts, ys, strict=True):
-                done[part.leaf][part.piece] = y
+                done[part.leaf][part.piece] = _turn(y, np.argsort(part.order).tolist())
     return tuple(
         _put_together(leaf, ys, x.shape) for leaf, ys, x in zip(plan.leaves, done, leaves, strict=True)
     )
@@ -141,7 +145,7 @@ def _take_apart(leaf: LeafSpec, x: Array) -> list[Shaped[Array, "units ..."]]:
     if is_cut(leaf):
         axes = unit_axes(leaf)
         return [x.transpose(*_batch(leaf), *axes).reshape(-1, *(x.shape[axis] for axis in axes))]
-    return [x if x.shape[1] <= x.shape[2] else x.mT for x in to_matrices(x, leaf.view)]
+    return list(to_matrices(x, leaf.view))
 
 
 def _put_together(leaf: LeafSpec, rows: Sequence[Array], shape: tuple[int, ...]) -> Array:
@@ -150,9 +154,11 @@ def _put_together(leaf: LeafSpec, rows: Sequence[Array], shape: tuple[int, ...])
         order = (*_batch(leaf), *unit_axes(leaf))
         x = rows[0].reshape([shape[axis] for axis in order])
         return x.transpose([order.index(axis) for axis in range(len(order))])
-    sides = leaf.view.matrix_shapes(shape)
-    upright = [x if s.fan_in <= s.fan_out else x.mT for x, s in zip(rows, sides, strict=True)]
-    return from_matrices(upright, leaf.view, shape)
+    return from_matrices(rows, leaf.view, shape)
+
+
+def _turn(rows: Shaped[Array, "units ..."], order: Sequence[int]) -> Shaped[Array, "units ..."]:
+    return rows.transpose(0, *(1 + axis for axis in order)) if len(order) else rows
 
 
 def _batch(leaf: LeafSpec) -> tuple[int, ...]:

@@ -35,9 +35,10 @@ class Kind:
     """How one unit of travel is laid out when it is whole.
 
     Attributes:
-        shape: its axes in the order of `unit_axes`.
+        shape: its axes.
         cut: for each of them the mesh axes that cut it, major to minor.
-        view: which of them are rows and columns; without blocks the rows come first and are the short side.
+        view: which of them are rows and columns; without blocks the rows are the short side, because a matrix is
+            orthogonalised lying anyway.
     """
 
     shape: tuple[int, ...]
@@ -50,15 +51,14 @@ class Kind:
 
 
 def unit_axes(leaf: LeafSpec) -> tuple[int, ...]:
-    """The leaf's axes that are not batch axes, in the order in which a unit has them.
+    """The leaf's axes that are not batch axes."""
+    batch = leaf.view.batch_axes(len(leaf.shape))
+    return tuple(axis for axis in range(len(leaf.shape)) if axis not in batch)
 
-    Without blocks the short side comes first, so that tall and wide matrices that are cut alike travel alike.
-    """
-    if leaf.view.blocks:
-        batch = leaf.view.batch_axes(len(leaf.shape))
-        return tuple(axis for axis in range(len(leaf.shape)) if axis not in batch)
-    rows, columns = short_and_long(leaf.view, leaf.shape)
-    return (*rows, *columns)
+
+def is_cut(leaf: LeafSpec) -> bool:
+    """Whether the mesh cuts the leaf's matrices."""
+    return any(leaf.spec[axis] for axis in unit_axes(leaf))
 
 
 def units_of(leaf: LeafSpec, sizes: dict[str, int]) -> list[tuple[Kind, int]]:
@@ -67,35 +67,47 @@ def units_of(leaf: LeafSpec, sizes: dict[str, int]) -> list[tuple[Kind, int]]:
     A leaf whose matrices are whole on every device is taken apart into matrices at once, so that blocks join the
     matrices of their shape; otherwise its batch entries travel whole and are taken apart by their owner.
     """
-    ndim = len(leaf.shape)
-    batch, axes = leaf.view.batch_axes(ndim), unit_axes(leaf)
+    batch, axes = leaf.view.batch_axes(len(leaf.shape)), unit_axes(leaf)
+    local = tuple(
+        n // size_of(leaf.spec[axis], sizes) if axis in batch else n for axis, n in enumerate(leaf.shape)
+    )
     if not is_cut(leaf):
-        local = tuple(
-            n // size_of(leaf.spec[axis], sizes) if axis in batch else n for axis, n in enumerate(leaf.shape)
-        )
         shapes = leaf.view.matrix_shapes(local)
+        sides = [((s.fan_in, s.fan_out), s.count) for s in shapes]
         plain = MatrixView((0,), (1,))
-        return [
-            (Kind((min(s.fan_in, s.fan_out), max(s.fan_in, s.fan_out)), ((), ()), plain), s.count)
-            for s in shapes
-        ]
-    view = leaf.view.unbatched(ndim)
-    if not leaf.view.blocks:
-        rows = len(short_and_long(leaf.view, leaf.shape)[0])
-        view = MatrixView(tuple(range(rows)), tuple(range(rows, len(axes))))
-    kind = Kind(tuple(leaf.shape[axis] for axis in axes), tuple(leaf.spec[axis] for axis in axes), view)
-    return [(kind, math.prod(leaf.shape[axis] // size_of(leaf.spec[axis], sizes) for axis in batch))]
+        return [(Kind(both, ((), ()), _lying(plain, both)), count) for both, count in sides]
+    shape, cut = tuple(leaf.shape[axis] for axis in axes), tuple(leaf.spec[axis] for axis in axes)
+    view = leaf.view.unbatched(len(leaf.shape))
+    return [
+        (Kind(shape, cut, view if view.blocks else _lying(view, shape)), math.prod(local[a] for a in batch))
+    ]
 
 
-def is_cut(leaf: LeafSpec) -> bool:
-    """Whether the mesh cuts the leaf's matrices."""
-    return any(leaf.spec[axis] for axis in unit_axes(leaf))
+def turned(kind: Kind) -> tuple[Kind, tuple[int, ...]] | None:
+    """The same unit with the axes of its other side first, and the transposition; None for blocks.
+
+    A tall matrix turned may travel in one exchange with wide ones.
+    """
+    if kind.view.blocks:
+        return None
+    rows, columns = as_axes(kind.view.reduction_axes), as_axes(kind.view.output_axes)
+    order = columns + rows if rows + columns == tuple(range(len(kind.shape))) else rows + columns
+    view = MatrixView(tuple(order.index(axis) for axis in rows), tuple(order.index(axis) for axis in columns))
+    return Kind(tuple(kind.shape[a] for a in order), tuple(kind.cut[a] for a in order), view), order
+
+
+def as_axes(axes: int | Sequence[int]) -> tuple[int, ...]:
+    """Axes as a tuple."""
+    return (axes,) if isinstance(axes, int) else tuple(axes)
+
+
+def _lying(view: MatrixView, shape: Sequence[int]) -> MatrixView:
+    return MatrixView(*short_and_long(view, shape))
 
 
 def short_and_long(view: MatrixView, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Row and column axes, those of the short side first; where both are equal, the side with fewer axes first."""
-    both = (view.reduction_axes, view.output_axes)
-    sides = [(side,) if isinstance(side, int) else tuple(side) for side in both]
+    sides = [as_axes(view.reduction_axes), as_axes(view.output_axes)]
     short, long = sorted(sides, key=lambda side: (math.prod(shape[axis] for axis in side), len(side)))
     return short, long
 
