@@ -9,6 +9,7 @@ import pytest
 
 BENCHMARKS = pathlib.Path(__file__).parent / "benchmarks"
 TOY = {
+    "bench_collectives": ["--only", "--cpu", "--matrices", "2", "32", "64", "--rounds", "1"],
     "bench_import": ["--rounds", "1"],
     "bench_compile": ["--rounds", "1", "--small", "6", "--layers", "1", "2"],
     "bench_step": ["--rounds", "1", "--sequences", "1"],

@@ -76,8 +76,8 @@ class Worker:
         return [done[start : start + part.count] for start, part in zip(starts, group.parts, strict=False)]
 
     def carry(
-        self, tables: Sequence[Shaped[Array, "_ owners ..."]], kinds: Sequence[Kinds], batch: Batch
-    ) -> list[Shaped[Array, "_ owners ..."]]:
+        self, tables: Sequence[Shaped[Array, "_ _ ..."]], kinds: Sequence[Kinds], batch: Batch
+    ) -> list[Shaped[Array, "_ _ ..."]]:
         """Tables to their owners, work, and back: one loop per matrix shape."""
         groups = batch.groups
         units = [self.to_owners(table, group) for table, group in zip(tables, groups, strict=True)]

@@ -61,7 +61,8 @@ def orthogonalize_leaves(
     Raises:
         ValueError: a leaf that is a shard, leaves on different meshes, specs or axis names that do not fit.
     """
-    out = [leaf.astype(_result_dtype(leaf.dtype)) for leaf in leaves]
+    # A leaf without entries has nothing to orthogonalise.
+    out = [leaf if leaf.size else leaf.astype(_result_dtype(leaf.dtype)) for leaf in leaves]
     live = [i for i, leaf in enumerate(leaves) if leaf.size]
     if not live:
         return out
@@ -72,10 +73,9 @@ def orthogonalize_leaves(
     check_axes(mesh_axes or (), "mesh_axes", placement)
     axes = placement.axes
     sharing = tuple(axis for axis in axes if mesh_axes is None or axis[0] in mesh_axes)
-    guessed = tuple(spec is None for spec in placement.specs)
     specs = [
-        guess_spec(x.shape, view, sharing) if spec is None else spec
-        for x, view, spec in zip(arrays, views, placement.specs, strict=True)
+        spec if told else guess_spec(x.shape, view, sharing, spec, dict(axes))
+        for x, view, spec, told in zip(arrays, views, placement.specs, placement.told, strict=True)
     ]
     if pmap_axis_name is not None:
         replicas = (pmap_axis_name, lax.axis_size(pmap_axis_name))
@@ -87,19 +87,19 @@ def orthogonalize_leaves(
     plan = make_plan(facts, axes, tuple(name for name, _ in sharing), cost, chunk)
     traced = any(isinstance(x, Tracer) for x in arrays)
     run = _run if traced else _run_compiled
-    for i, y in zip(live, run(arrays, guessed, plan, placement.mesh, orthogonalize), strict=True):
+    for i, y in zip(live, run(arrays, placement.told, plan, placement.mesh, orthogonalize), strict=True):
         out[i] = y
     return out
 
 
 def _run(
-    leaves: Sequence[Array], guessed: tuple[bool, ...], plan: Plan, mesh: Any, orthogonalize: Orthogonalize
+    leaves: Sequence[Array], told: tuple[bool, ...], plan: Plan, mesh: Any, orthogonalize: Orthogonalize
 ) -> list[Array]:
     local = functools.partial(_on_each_device, plan, orthogonalize)
     inputs = [
         # Rounded before it may have to be moved to where it was guessed to be.
-        forward_only(x.astype(leaf.wire_dtype)) if guess else x
-        for x, leaf, guess in zip(leaves, plan.leaves, guessed, strict=True)
+        x if known else forward_only(x.astype(leaf.wire_dtype))
+        for x, leaf, known in zip(leaves, plan.leaves, told, strict=True)
     ]
     if mesh is not None:
         specs = tuple(PartitionSpec(*(names or None for names in leaf.spec)) for leaf in plan.leaves)
@@ -108,8 +108,8 @@ def _run(
             local, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=free, check_vma=False
         )
     return [
-        (lies_like(y, x) if guess else y).astype(_result_dtype(x.dtype))
-        for x, y, guess in zip(leaves, local(*inputs), guessed, strict=True)
+        (y if known else lies_like(y, x)).astype(_result_dtype(x.dtype))
+        for x, y, known in zip(leaves, local(*inputs), told, strict=True)
     ]
 
 
@@ -140,7 +140,7 @@ def _on_each_device(plan: Plan, orthogonalize: Orthogonalize, *leaves: Array) ->
     )
 
 
-def _take_apart(leaf: LeafSpec, x: Array) -> list[Shaped[Array, "units ..."]]:
+def _take_apart(leaf: LeafSpec, x: Array) -> list[Shaped[Array, "_ ..."]]:
     """A device's piece of a leaf as rows, one per unit (`units_of` gives the order)."""
     if is_cut(leaf):
         axes = unit_axes(leaf)

@@ -22,13 +22,14 @@ class Placement:
     Attributes:
         mesh: the mesh, or None where there is none or all of it is manual (inside `pmap` and a full `shard_map`).
         axes: (name, size) of the mesh axes that are not manual, in mesh order.
-        specs: one per leaf: the mesh axes of every dimension, or None where nobody knows (an Auto mesh under
-            `jit` without param_specs).
+        specs: one per leaf: the mesh axes of every dimension, as far as they are known.
+        told: one per leaf: whether all of the spec is known (under `jit` an Auto mesh does not tell it).
     """
 
     mesh: Mesh | AbstractMesh | None
     axes: tuple[tuple[str, int], ...]
-    specs: tuple[Spec | None, ...]
+    specs: tuple[Spec, ...]
+    told: tuple[bool, ...]
 
 
 def find_placement(
@@ -45,19 +46,19 @@ def find_placement(
     """
     given = list(param_specs) if param_specs is not None else [None] * len(leaves)
     mesh = _mesh_of(leaves, paths, given)
-    if mesh is None:
-        return Placement(None, (), tuple(((),) * leaf.ndim for leaf in leaves))
-    axes = tuple((name, mesh.shape[name]) for name in mesh.axis_names if name not in _manual(mesh))
-    if not axes:
-        return Placement(None, (), tuple(((),) * leaf.ndim for leaf in leaves))
+    free = () if mesh is None else tuple(name for name in mesh.axis_names if name not in _manual(mesh))
+    if mesh is None or not free:
+        return Placement(None, (), tuple(((),) * leaf.ndim for leaf in leaves), (True,) * len(leaves))
+    sizes = {name: mesh.shape[name] for name in free}
     explicit = {
         n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit
     }
-    specs = []
+    specs, told = [], []
     for leaf, path, said in zip(leaves, paths, given, strict=True):
-        known = _known_spec(leaf, path, said, explicit, all(name in explicit for name, _ in axes))
-        specs.append(None if known is None else _checked(known, leaf.shape, path, dict(axes), _manual(mesh)))
-    return Placement(mesh, axes, tuple(specs))
+        spec, whole = _known_spec(leaf, path, said, explicit)
+        specs.append(_checked(spec, leaf.shape, path, sizes, _manual(mesh)))
+        told.append(whole or explicit.issuperset(free))
+    return Placement(mesh, tuple(sizes.items()), tuple(specs), tuple(told))
 
 
 def platform_of(leaves: Sequence[Any], param_specs: Any = None) -> str | None:
@@ -117,7 +118,13 @@ def check_axes(names: Sequence[str], argument: str, placement: Placement) -> Non
             )
 
 
-def guess_spec(shape: Sequence[int], view: MatrixView, axes: Sequence[tuple[str, int]]) -> Spec:
+def guess_spec(
+    shape: Sequence[int],
+    view: MatrixView,
+    axes: Sequence[tuple[str, int]],
+    known: Spec,
+    sizes: dict[str, int],
+) -> Spec:
     """A layout to assume where nobody says how a leaf lies: the last mesh axis cuts the long side, others the short.
 
     This is how tensor and fsdp axes usually lie; and a leaf that is cut by fewer axes (FSDP alone, tensor parallel
@@ -127,15 +134,19 @@ def guess_spec(shape: Sequence[int], view: MatrixView, axes: Sequence[tuple[str,
     Args:
         shape: the leaf's shape.
         view: its resolved view.
-        axes: (name, size) of the mesh axes that may share work, in mesh order.
+        axes: (name, size) of the mesh axes to place, in mesh order.
+        known: the axes whose place is known already.
+        sizes: sizes of all mesh axes.
 
     Returns:
         The assumed spec; correct results do not depend on it.
     """
     short, long = short_and_long(view, shape)
-    cut: list[Axes] = [()] * len(shape)
-    parts = [1] * len(shape)
-    for i, (name, size) in enumerate(reversed(axes)):
+    cut = list(known)
+    parts = [math.prod(sizes[name] for name in names) for names in cut]
+    for i, (name, size) in enumerate(
+        reversed([axis for axis in axes if not any(axis[0] in c for c in known)])
+    ):
         for axis in (*long, *short) if i == 0 else (*short, *long):
             if shape[axis] % (parts[axis] * size) == 0:
                 cut[axis] += (name,)
@@ -192,26 +203,24 @@ def _text(mesh: Mesh | AbstractMesh) -> str:
     return "(" + ", ".join(f"{name}={size}" for name, size in mesh.shape.items()) + ")"
 
 
-def _known_spec(leaf: Any, path: str, said: Any, explicit: set[str], all_explicit: bool) -> Spec | None:
-    """The leaf's spec: all of it from a concrete array, else Explicit axes from the type, the others as told."""
+def _known_spec(leaf: Any, path: str, said: Any, explicit: set[str]) -> tuple[Spec, bool]:
+    """What is known of a leaf's spec, and whether that is all of it.
+
+    A concrete array tells all. A type tells the Explicit axes; the others are as the user says.
+    """
     if _is_concrete(leaf):
         sharding = leaf.sharding
-        return (
-            _normal(sharding.spec, leaf.ndim, path)
-            if isinstance(sharding, NamedSharding)
-            else ((),) * leaf.ndim
-        )
+        known = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+        return _normal(known, leaf.ndim, path), True
     typed = _normal(jax.typeof(leaf).sharding.spec, leaf.ndim, path)
-    if all_explicit:
-        return typed
     if said is None:
-        return None
+        return typed, False
     told = _normal(said.spec if isinstance(said, NamedSharding) else said, leaf.ndim, path)
-    # In a mixed mesh the type is silent about Auto axes, and it is the truth about Explicit ones.
-    rest = [tuple(name for name in names if name not in explicit) for names in told]
     if all(set(fixed) == set(names) & explicit for fixed, names in zip(typed, told, strict=True)):
-        return told
-    return tuple(fixed + more for fixed, more in zip(typed, rest, strict=True))
+        return told, True
+    # Momentum may be cut further than its parameter; its type is the truth about Explicit axes.
+    rest = [tuple(name for name in names if name not in explicit) for names in told]
+    return tuple(fixed + more for fixed, more in zip(typed, rest, strict=True)), True
 
 
 def _normal(spec: Any, ndim: int, path: str) -> Spec:
