@@ -29,6 +29,8 @@ _WRITES = {
     "concatenate", "dynamic_update_slice", "scatter", "scatter-add", "argmax", "argmin", "cumsum", "reduce_sum",
     "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
 }  # fmt: skip
+# XLA fuses a concatenation of so few parts into what consumes it.
+_FUSED_PARTS = 8
 _IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add"}
 
 
@@ -168,7 +170,8 @@ class _Model:
             return [operands[0]]
         if name == "dynamic_update_slice" and operands[1].size == sizes[0]:  # all of it
             return [operands[1]]
-        if name in _ON_ARRAYS or name in _WRITES:
+        few = name == "concatenate" and len(operands) <= _FUSED_PARTS
+        if (name in _ON_ARRAYS or name in _WRITES) and not few:
             if name in _ON_ARRAYS:
                 for operand in operands:
                     self.write(operand)
@@ -176,7 +179,9 @@ class _Model:
             # The pieces that arrive are put together in another place.
             return self.result(out, sizes, []) if name == "all_to_all" else out
         sources = tuple(dict.fromkeys(leaf for x in operands for leaf in x.leaves()))
-        pointwise = name not in _MOVES and all(x.pointwise or x.storage is not None for x in operands)
+        pointwise = (
+            not few and name not in _MOVES and all(x.pointwise or x.storage is not None for x in operands)
+        )
         out = [_Value(size, None, sources, pointwise) for size in sizes]
         if pointwise and len([x for x in sources if x.storage.counted and x.size >= sizes[0]]) > 1:
             self.write(out[0])  # one array instead of two that would be kept for it

@@ -122,17 +122,20 @@ def estimate_memory(
       -50%
 
     Note:
-      The model of the temporaries follows XLA on CPU, and was within 10 % of its `memory_analysis` on the trees that
-      were tried. TPUs pad the last two axes of an array to tiles (8 x 128 in float32), which is not counted.
+      The model of the temporaries follows XLA on CPU: within 1 % of its `memory_analysis` for the hidden matrices of
+      GPT-2 small, a 1B Llama, 64 experts, 168 small matrices and LoRA factors; over all trees, meshes and dtypes that
+      were tried, the total was within 16 %. TPUs pad the last two axes of an array to tiles (8 x 128 in float32),
+      which is not counted.
     """
     placed = _placed(params, mesh)
     devices, text = _devices(placed)
     weights = _bytes(placed)
-    ours = _state_and_temporaries(optimizer, placed, shard_over)
+    ours = _state(optimizer, placed, shard_over), _temporaries(optimizer, placed)
     with jax.numpy_dtype_promotion("standard"):  # optax.adamw mixes dtypes
-        theirs = _state_and_temporaries(optax.adamw(1e-3), _trainable(placed), shard_over)
+        adamw, trained = optax.adamw(1e-3), _trainable(placed)
+        theirs = _state(adamw, trained, shard_over), _temporaries(adamw, trained)
     rows = [("parameters", weights, weights), ("gradients", weights, weights)]
-    rows += [("optimizer state", ours[0], theirs[0]), ("temporaries", ours[1], theirs[1])]
+    rows += [("optimizer state", _bytes(ours[0]), _bytes(theirs[0])), ("temporaries", ours[1], theirs[1])]
     rows.append(("total", sum(row[1] for row in rows), sum(row[2] for row in rows)))
     return MemoryEstimate(tuple(MemoryRow(*row) for row in rows), devices, text)
 
@@ -191,20 +194,19 @@ def _trainable(placed: Any) -> Any:
     return [x for x in jax.tree.leaves(placed) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
-def _state_and_temporaries(optimizer: Any, placed: Any, shard_over: Any) -> tuple[int, int]:
+def _state(optimizer: Any, placed: Any, shard_over: Any = None) -> Any:
+    """The optimizer's state as shapes with shardings."""
     state = jax.eval_shape(optimizer.init, placed)
-    if _devices(placed)[1]:
-        held = lambda axes: jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            state,
-            state_shardings(optimizer, placed, axes),
-        )
-        state, bare = held(shard_over), held(None)
-    else:
-        bare = state
-    program = jax.make_jaxpr(optimizer.update)(placed, bare, placed)
-    donated = len(jax.tree.leaves((placed, bare)))
-    return _bytes(state), temporary_bytes(program, donated)
+    if not _devices(placed)[1]:
+        return state
+    shardings = state_shardings(optimizer, placed, shard_over)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
+
+
+def _temporaries(optimizer: Any, placed: Any) -> int:
+    state = _state(optimizer, placed)
+    program = jax.make_jaxpr(optimizer.update)(placed, state, placed)
+    return temporary_bytes(program, donated=len(jax.tree.leaves((placed, state))))
 
 
 def _bytes(tree: Any) -> int:
