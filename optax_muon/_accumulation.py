@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import AxisType
 
 from optax_muon.parameters import leaf_paths
@@ -91,14 +92,15 @@ def accumulate_gradients(
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> AccumulateGradientsState:
+        inner_state = inner.init(params)  # first, for its message about a leaf that is no array
         return AccumulateGradientsState(
             micro_step=on_mesh_of(jnp.zeros([], jnp.int32), params),
             step=on_mesh_of(jnp.zeros([], jnp.int32), params),
             mean=jax.tree.map(lambda p: _zero_mean(p, dtype), params),
-            inner_state=inner.init(params),
+            inner_state=inner_state,
         )
 
-    def update(updates: Any, state: AccumulateGradientsState, params: Any = None, **extra_args: Any):
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
         _check_shapes(updates, state)
         window = every(state.step) if callable(every) else every
 
@@ -111,7 +113,7 @@ def accumulate_gradients(
 
         result, *_ = jax.eval_shape(finish, means, state.inner_state)
         carry = (_no_update(result, updates), means, state.inner_state)
-        if isinstance(last, jax.core.Tracer):
+        if isinstance(last, Tracer):
             carry = _at_most_once(last, finish, carry)
         elif last:  # a loop outside jit would be compiled anew at every call
             carry = finish(*carry[1:])

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 
 # The same memory under another shape or type.
 _VIEWS = {"reshape", "squeeze", "expand_dims", "copy", "sharding_constraint", "reshard", "pvary", "pcast"}
@@ -34,11 +33,11 @@ _FUSED_PARTS = 8
 _IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add"}
 
 
-def temporary_bytes(program: ClosedJaxpr, donated: int = 0) -> int:
+def temporary_bytes(program: Any, donated: int = 0) -> int:
     """Peak bytes of the temporaries of a program on one device.
 
     Args:
-        program: from `jax.make_jaxpr`. Inside `shard_map` shapes are a device's own; outside, the Explicit
+        program: a ClosedJaxpr from `jax.make_jaxpr`. Inside `shard_map` shapes are a device's own; outside, the Explicit
             shardings of the types say what a device holds. Arguments and results are no temporaries.
         donated: how many of the leading arguments are donated: results take their place.
 
@@ -183,7 +182,8 @@ class _Model:
             not few and name not in _MOVES and all(x.pointwise or x.storage is not None for x in operands)
         )
         out = [_Value(size, None, sources, pointwise) for size in sizes]
-        if pointwise and len([x for x in sources if x.storage.counted and x.size >= sizes[0]]) > 1:
+        kept = [x for x in sources if x.storage is not None and x.storage.counted and x.size >= sizes[0]]
+        if pointwise and len(kept) > 1:
             self.write(out[0])  # one array instead of two that would be kept for it
         return out
 
