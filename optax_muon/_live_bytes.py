@@ -37,7 +37,7 @@ def temporary_bytes(program: Any, donated: int = 0) -> int:
     """Peak bytes of the temporaries of a program on one device.
 
     Args:
-        program: a ClosedJaxpr from `jax.make_jaxpr`. Inside `shard_map` shapes are a device's own; outside, the Explicit
+        program: a ClosedJaxpr from `jax.make_jaxpr`. In `shard_map` shapes are a device's own; outside, the Explicit
             shardings of the types say what a device holds. Arguments and results are no temporaries.
         donated: how many of the leading arguments are donated: results take their place.
 
