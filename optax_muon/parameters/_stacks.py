@@ -34,7 +34,8 @@ def layer_axis(member: Member, members: Sequence[Member]) -> tuple[int, str]:
     units = list(_units(member, members))
     for unit in units:
         told = {m.layers[0] for m in unit if m.layers is not None and len(m.layers) == 1}
-        if len(told) == 1 and _same_length(axis := told.pop(), unit):
+        # Names may put the layers of another leaf on an axis that this one has not, or cannot stack.
+        if len(told) == 1 and (axis := told.pop()) in (member.layers or ()) and _same_length(axis, unit):
             return axis, "as the leaves around it"
         possible = [axis for axis in (0, 1) if _same_length(axis, unit) and _carries(axis, unit)]
         if len(possible) == 1:
@@ -59,7 +60,7 @@ def _units(member: Member, members: Sequence[Member]) -> Iterator[list[Member]]:
 
 
 def _same_length(axis: int, unit: Sequence[Member]) -> bool:
-    return len({m.shape[axis] for m in unit}) == 1
+    return all(axis < len(m.shape) for m in unit) and len({m.shape[axis] for m in unit}) == 1
 
 
 def _carries(axis: int, unit: Sequence[Member]) -> bool:
