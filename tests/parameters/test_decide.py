@@ -423,10 +423,11 @@ def test_layers_named_on_a_third_axis_do_not_reach_other_leaves():
     import flax.linen as nn
 
     boxed = nn.Partitioned(s(8, 6, 3), ("embed", "mlp", "layers"))
-    params = {"other": {"kernel": boxed, "bias": s(3, 6)}, "q": {"lora_b": s(3, 4, 6)}}
-    decisions = {d.path: d for d in decide(params)}
-    assert decisions["other/kernel"].view == MatrixView((0,), (1,))
-    assert decisions["q/lora_b"].view == MatrixView((1,), (2,))
+    for shape in ((3, 4, 6), (4, 6, 3)):
+        params = {"other": {"kernel": boxed, "bias": s(3, 6)}, "q": {"lora_b": s(*shape)}}
+        decisions = {d.path: d for d in decide(params)}
+        assert decisions["other/kernel"].view == MatrixView((0,), (1,))
+        assert len(decisions["q/lora_b"].view.batch_axes(3)) == 1
 
 
 def test_mesh_axis_names_are_no_logical_names():
