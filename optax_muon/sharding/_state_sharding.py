@@ -92,8 +92,8 @@ def shard_further(
         A PartitionSpec of full rank.
 
     Example:
-        >>> shard_further(PartitionSpec(None, "model"), (512, 2048), ("data",), {"data": 4, "model": 2})
-        PartitionSpec('data', 'model')
+        >>> tuple(shard_further(PartitionSpec(None, "model"), (512, 2048), ("data",), {"data": 4, "model": 2}))
+        ('data', 'model')
     """
     entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
     entries += [()] * (len(shape) - len(entries))
