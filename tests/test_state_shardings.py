@@ -135,13 +135,13 @@ def test_momentum_cut_further_gives_exact_updates_and_moves_nothing(kind, spec, 
     moved, after = two_steps(step, optimizer, params, state, gradients)
     assert lies_as(moved, shardings_of(params))
     assert lies_as(after, shardings)
-    # measured 1.2e-7, int8 1.2e-7; bound 1e-6, and 1e-4 for an int8 rounding that falls the other way
+    # measured 6.8e-6 at most, where an int8 rounding falls the other way (bound 1e-4); else bound 1e-6
     chex.assert_trees_all_close(
         jax.device_get(moved), on_one_device(mu_dtype), atol=1e-4 if mu_dtype else 1e-6
     )
     change = moved["down"]["kernel"] - 0.998 * params["down"]["kernel"]
     s = np.linalg.svd(np.asarray(change, np.float64), compute_uv=False)
-    assert s[0] / s[-1] < 2.2  # Muon ran: measured 1.5
+    assert s[0] / s[-1] < 2.2  # Muon ran: measured 1.65
 
 
 @pytest.mark.parametrize("kind", KINDS)

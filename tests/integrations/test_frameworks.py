@@ -194,7 +194,7 @@ def test_a_list_of_named_variables():  # keras #21793, #21079
     values = [v.value for v in variables]
     bare = muon(RATE, weight_decay=0.0, param_labels=["adamw", "muon", "adamw", "adamw"])
     listed, _ = bare.update(gradients, bare.init(values), values)
-    # measured 1.2e-7, eager against jit
+    # measured 1.0e-8, eager against jit
     chex.assert_trees_all_close(listed, [updates[v.path] for v in variables], rtol=1e-4, atol=1e-6)
 
 
@@ -251,5 +251,5 @@ def test_tunix_trainer_on_a_mesh(experts):
         batch = peft_trainer.TrainingInput(input_tokens=tokens, input_mask=np.ones_like(tokens))
         trainer.train([batch], None)
         assert trainer.train_steps == 1
-        assert_muon_step(before, model.layers[0].attn.q_proj.w[...], 32)  # measured .57 to 1.15 of nominal
+        assert_muon_step(before, model.layers[0].attn.q_proj.w[...], 32)  # seen in a script: .58 of nominal and up
         trainer.close()
