@@ -251,5 +251,7 @@ def test_tunix_trainer_on_a_mesh(experts):
         batch = peft_trainer.TrainingInput(input_tokens=tokens, input_mask=np.ones_like(tokens))
         trainer.train([batch], None)
         assert trainer.train_steps == 1
-        assert_muon_step(before, model.layers[0].attn.q_proj.w[...], 32)  # seen in a script: .58 of nominal and up
+        assert_muon_step(
+            before, model.layers[0].attn.q_proj.w[...], 32
+        )  # seen in a script: .58 of nominal and up
         trainer.close()
