@@ -3,9 +3,10 @@
 import dataclasses
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from optax_muon._recorded import Measurements, find_record, latest
 from optax_muon.parameters import MUON, Decision, MatrixShape, Rule, decide
 
 
@@ -19,6 +20,8 @@ class DescriptionRow:
         learning_rate: number or schedule, or None without an optimizer.
         factors: shape factor of each entry of `matrices`.
         methods: orthogonalisation method of each entry of `matrices`.
+        measured: {measurement: value} of the last update that `diagnostics.record` measured, if a state with
+            one was given.
     """
 
     path: str
@@ -34,6 +37,7 @@ class DescriptionRow:
     learning_rate: Any = None
     factors: tuple[float, ...] = ()
     methods: tuple[str, ...] = ()
+    measured: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def size(self) -> int:
@@ -84,19 +88,29 @@ class Description:
         return out or ["no leaves"]
 
 
-def describe(params: Any, optimizer: Any = None, rules: Rule | Sequence[Rule] | None = None) -> Description:
+def describe(
+    params: Any,
+    optimizer: Any = None,
+    rules: Rule | Sequence[Rule] | None = None,
+    *,
+    state: Any = None,
+) -> Description:
     """Every leaf with its optimizer, its matrices and the rule that decided.
 
     Args:
         params: any pytree of arrays or `ShapeDtypeStruct`s; nothing is computed.
-        optimizer: what `muon` returned, for its rules, labels, learning rates, shape factors and methods.
+        optimizer: what `muon` or a recipe returned, or `diagnostics.record` around it, for its rules, labels,
+            learning rates, shape factors and methods.
         rules: rules to try out, before those of the optimizer.
+        state: a state with `diagnostics.record` in it, for what it measured last: root mean square and
+            spectral norm of update and weight, polar error, cosine.
 
     Returns:
         A `Description`.
 
     Raises:
         TypeError: the optimizer has no `config` (a chain around it hides it).
+        ValueError: the state holds no measurements, or those of other parameters.
         ValueError, TypeError: as `muon(...).init` would.
 
     Example:
@@ -122,7 +136,20 @@ def describe(params: Any, optimizer: Any = None, rules: Rule | Sequence[Rule] | 
         own = config.rules or ()
         rules += (own,) if isinstance(own, Rule) else tuple(own)
     decisions = decide(params, rules, None if config is None else config.param_labels)
-    return Description(tuple(_row(d, config) for d in decisions))
+    measured = _measured(state, params)
+    rows = (_row(d, config) for d in decisions)
+    return Description(tuple(dataclasses.replace(r, measured=measured.get(r.path, {})) for r in rows))
+
+
+def _measured(state: Any, params: Any) -> dict[str, dict[str, float]]:
+    """{path: {measurement: value}}; empty before the first update."""
+    if state is None or int(find_record("describe", state).count) == 0:
+        return {}
+    table: dict[str, dict[str, float]] = {}
+    for name, column in latest(state, params).items():
+        for path, value in column.items():
+            table.setdefault(path, {})[name] = value
+    return table
 
 
 def _row(decision: Decision, config: Any) -> DescriptionRow:
@@ -147,12 +174,14 @@ def _row(decision: Decision, config: Any) -> DescriptionRow:
 
 def _cells(rows: Sequence[DescriptionRow]) -> list[tuple[str, ...]]:
     rated = any(row.learning_rate is not None for row in rows)
+    shown = Measurements._fields if any(row.measured for row in rows) else ()
     columns = (
         "leaf",
         "shape",
         "label",
         "matrices",
         *(("rate", "factor", "method") if rated else ()),
+        *(name.replace("_", " ") for name in shown),
         "because",
     )
     out: list[tuple[str, ...]] = [columns]
@@ -165,7 +194,9 @@ def _cells(rows: Sequence[DescriptionRow]) -> list[tuple[str, ...]]:
         mark = "? " if row.flagged else ""
         matrices = ", ".join(map(_matrix, row.matrices))
         because = f"{mark}{row.rule}: {row.because}"
-        out.append((row.path, str(row.shape), row.label, matrices, *(numbers if rated else ()), because))
+        values = (f"{row.measured[name]:.3g}" if name in row.measured else "" for name in shown)
+        cells = (row.path, str(row.shape), row.label, matrices, *(numbers if rated else ()), *values)
+        out.append((*cells, because))
     return out
 
 

@@ -3,8 +3,8 @@
 Public as `optax_muon.diagnostics`, together with the functions of `_measures`.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 from optax_muon._measures import cosine, polar_error, singular_values, spectral_norm, update_rms
 from optax_muon._muon import Muon
+from optax_muon._recorded import Measurements, RecordState, latest
 from optax_muon.parameters import MatrixView, Rule, decide, leaf_paths
 from optax_muon.transforms import ScaleByMuonState
 from optax_muon.transforms._momentum import is_momentum, on_mesh_of
@@ -37,38 +38,15 @@ __all__ = [
 ]
 
 
-class Measurements(NamedTuple):
-    """The last values, each f32[leaves] in the order of `jax.tree.leaves(params)`; NaN without a matrix.
+class _Recorder(optax.GradientTransformationExtraArgs):
+    """What `record` returns: it knows the `config` of the `muon` within, for `describe`; None around a chain."""
 
-    Attributes:
-      update_rms: of the update as applied: rate, factor and decay included.
-      update_spectral_norm: the largest over the leaf's matrices.
-      weight_rms: before the update.
-      weight_spectral_norm: before the update; the largest over the leaf's matrices.
-      polar_error: of the update; root mean square over the leaf's matrices.
-      cosine: of the step downhill (minus the update) and the gradient.
-    """
+    config: Any
 
-    update_rms: Any
-    update_spectral_norm: Any
-    weight_rms: Any
-    weight_spectral_norm: Any
-    polar_error: Any
-    cosine: Any
-
-
-class RecordState(NamedTuple):
-    """State of `record`.
-
-    Attributes:
-      count: int32 scalar, updates done so far.
-      values: the `Measurements` of the last recorded update.
-      inner_state: of the optimizer within.
-    """
-
-    count: Any
-    values: Measurements
-    inner_state: Any
+    def __new__(cls, init: Callable, update: Callable, config: Any):
+        self = super().__new__(cls, init, update)
+        self.config = config
+        return self
 
 
 def record(
@@ -85,7 +63,7 @@ def record(
 
     Returns:
       A `GradientTransformationExtraArgs` with state `RecordState(count, values, inner_state)`; read it with
-      `latest`.
+      `latest`, or `describe(params, optimizer, state=state)`.
 
     Raises:
       ValueError: `every` below 1; at `update` without parameters.
@@ -151,38 +129,7 @@ def record(
         )
         return result, RecordState(optax.safe_increment(state.count), values, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def latest(state: Any, params: Any) -> dict[str, dict[str, float]]:
-    """The last measurements of an optimizer with `record` in it, as Python numbers, for a logger.
-
-    Args:
-      state: the optimizer's state; `record` may stand anywhere in it.
-      params: the parameters, for their paths.
-
-    Returns:
-      {measurement: {path: value}}; a path is absent where the measurement does not apply, as the polar error
-      of a vector.
-
-    Raises:
-      ValueError: the state has no `RecordState`, or was made for other parameters.
-    """
-    is_record = lambda x: isinstance(x, RecordState)
-    found = [x for x in jax.tree.leaves(state, is_leaf=is_record) if is_record(x)]
-    if not found:
-        raise ValueError(
-            "latest: the state holds no measurements. Wrap the optimizer: record(optax_muon.muon(...))."
-        )
-    columns = {name: np.asarray(x) for name, x in zip(Measurements._fields, found[0].values, strict=True)}
-    paths, sizes = leaf_paths(params), columns["update_rms"]
-    if len(sizes) != len(paths):
-        raise ValueError(f"latest: the state measures {len(sizes)} leaves, but params has {len(paths)}.")
-    applies = {name: ~np.isnan(x) | np.isnan(sizes) for name, x in columns.items()}
-    return {
-        name: {path: float(x[i]) for i, path in enumerate(paths) if applies[name][i]}
-        for name, x in columns.items()
-    }
+    return _Recorder(init, update, config)
 
 
 def _row(gradient: Array, update: Array, weight: Array, view: MatrixView | None) -> tuple[Array, ...]:

@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax import nnx
 
-from optax_muon import Rule, describe, muon
+from optax_muon import Rule, describe, diagnostics, muon
 from optax_muon.orthogonalization import Orthogonalizer
 from optax_muon.transforms import shape_factors
 
@@ -84,3 +86,61 @@ def test_a_chain_hides_the_optimizer():
 
 def test_empty_tree():
     assert str(describe({})).endswith("no leaves")
+
+
+def test_measurements_of_a_record_are_shown():
+    rules = [Rule("odd", "muon")]
+    params = jax.tree.map(
+        lambda x: jnp.asarray(np.random.default_rng(0).normal(size=x.shape), x.dtype), PARAMS
+    )
+    optimizer = diagnostics.record(muon(1e-2, weight_decay=0.0, rules=rules))
+    state = optimizer.init(params)
+    before = describe(params, optimizer, state=state)
+    assert not any(row.measured for row in before.rows)
+    assert "polar error" not in str(before)
+    updates, state = jax.jit(optimizer.update)(params, state, params)
+    description = describe(params, optimizer, state=state)
+    got = {row.path: row.measured for row in description.rows}
+    kernel = np.asarray(updates["up"]["kernel"], np.float64)
+    assert got["up/kernel"]["update_rms"] == pytest.approx(np.sqrt(np.mean(kernel**2)), rel=1e-5)
+    # Muon ran: the spread of singular values is Keller's, and that of the gradient larger
+    assert got["up/kernel"]["polar_error"] < 0.45
+    assert got["odd"]["polar_error"] < 0.45
+    assert set(got["up/bias"]) == {"update_rms", "weight_rms", "cosine"}
+    header, _, *lines = str(description).splitlines()
+    for column in ("rate", "update rms", "update spectral norm", "polar error", "cosine"):
+        assert column in header
+    line = next(line for line in lines if line.startswith("up/kernel"))
+    assert f"{got['up/kernel']['polar_error']:.3g}" in line
+    assert f"<td>{got['up/kernel']['update_rms']:.3g}</td>" in description._repr_html_()
+    # The state of a chain, without an optimizer that would tell rates; bare parameters route `odd` alike
+    chain = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
+    _, state = jax.jit(chain.update)(params, chain.init(params), params)
+    text = str(describe(params, rules=rules, state=state))
+    assert "update rms" in text
+    assert "factor" not in text.splitlines()[0]
+
+
+def test_measurements_of_an_nnx_optimizer_are_shown():
+    model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, diagnostics.record(muon(1e-2)), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        gradients = nnx.grad(lambda m: jnp.sum(m(jnp.arange(16.0).reshape(2, 8)) ** 2))(model)
+        optimizer.update(model, gradients)
+
+    step(model, optimizer)
+    params = nnx.state(model, nnx.Param)
+    (row,) = (row for row in describe(params, state=optimizer.opt_state).rows if row.label == "muon")
+    assert row.measured["update_rms"] > 0
+
+
+def test_a_state_without_measurements_is_named():
+    params = jax.tree.map(jnp.zeros_like, {"up": {"kernel": jnp.ones((4, 8))}})
+    with pytest.raises(ValueError, match=r"describe: the state holds no measurements.*diagnostics.record"):
+        describe(params, state=muon(0.1).init(params))
+    state = diagnostics.record(muon(0.1)).init(params)
+    state = state._replace(count=state.count + 1)
+    with pytest.raises(ValueError, match="the state measures 1 leaves, but params has 2"):
+        describe(params | {"down": {"kernel": jnp.ones((8, 4))}}, state=state)
