@@ -53,16 +53,24 @@ class Settings:
     eval_batches: int = 10
 
 
-def make_optimizer(name: str, learning_rate: float, settings: Settings) -> optax.GradientTransformation:
-    """Rises linearly over the warm-up and falls linearly to zero; clipping and weight decay are the same."""
+def up_and_down(learning_rate: float, settings: Settings) -> optax.Schedule:
+    """Rises linearly over the warm-up and falls linearly to zero."""
     warmup = int(settings.warmup * settings.steps)
     rise = optax.linear_schedule(0.0, learning_rate, warmup)
     fall = optax.linear_schedule(learning_rate, 0.0, settings.steps - warmup)
-    schedule = optax.join_schedules([rise, fall], [warmup])
+    return optax.join_schedules([rise, fall], [warmup])
+
+
+# The norms, which are not decayed, are the only vectors of the model.
+no_norms = functools.partial(jax.tree.map, lambda leaf: leaf.ndim > 1)
+
+
+def make_optimizer(name: str, learning_rate: float, settings: Settings) -> optax.GradientTransformation:
+    """Schedule, clipping and weight decay are the same."""
+    schedule = up_and_down(learning_rate, settings)
     if name == "muon":
         rule = optax_muon.muon(schedule)
     else:
-        no_norms = functools.partial(jax.tree.map, lambda leaf: leaf.ndim > 1)
         rule = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=WEIGHT_DECAY, mask=no_norms)
     return optax.chain(optax.clip_by_global_norm(1.0), rule)
 

@@ -19,19 +19,18 @@ from gpt import GPT, Config
 import optax_muon
 
 
-def contrib_muon() -> optax.GradientTransformation:
+def contrib_muon(learning_rate: Any = 1e-3, **options: Any) -> optax.GradientTransformation:
     """The peer with hand-written labels: Muon on the matrices that ours sends to Muon, Adam on the rest."""
 
     def numbers(params: Any) -> Any:
         both = {"muon": optax.contrib.MuonDimensionNumbers(0, 1), "adamw": None}
         return jax.tree.map(both.get, optax_muon.param_labels(params))
 
-    return optax.contrib.muon(1e-3, muon_weight_dimension_numbers=numbers)
+    return optax.contrib.muon(learning_rate, muon_weight_dimension_numbers=numbers, **options)
 
 
-def candidates(sequences: int) -> dict[str, Callable[[], Any]]:
+def candidates(sequences: int, config: Config) -> dict[str, Callable[[], Any]]:
     """Whole steps with each optimizer, and the update alone."""
-    config = Config()
     tokens = jnp.zeros((sequences, config.context + 1), jnp.int32)
     params = nnx.as_pure(nnx.state(GPT(config, nnx.Rngs(0)), nnx.Param))
     optimizers = {
@@ -64,7 +63,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--sequences", type=int, default=train_gpt.Settings().sequences)
     arguments = parser.parse_args()
-    times = record.interleaved(candidates(arguments.sequences), arguments.rounds)
+    times = record.interleaved(candidates(arguments.sequences, Config()), arguments.rounds)
     median = {name: t["median_s"] for name, t in times.items()}
     rows = [{"benchmark": "step", "case": name, **t} for name, t in times.items()]
     rows.append(

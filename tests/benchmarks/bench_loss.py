@@ -1,0 +1,389 @@
+"""Held-out loss of AdamW, Muon and its relatives on the example GPT, each tuned by the same procedure.
+
+    python tests/benchmarks/bench_loss.py                             # everything; goes on where it was stopped
+    python tests/benchmarks/bench_loss.py --sizes small --stages sweep seeds
+    python tests/benchmarks/bench_loss.py --time                      # step times, on a quiet machine
+
+One line per run in records/loss_<size>.jsonl; records/loss_time.jsonl with --time. A run that has its line is
+not repeated. `report_loss.py` makes the table and the picture from these lines alone.
+
+Every run is compared at the end of its own schedule, on the same held-out windows. The stages:
+
+    sweep    AdamW: learning rate, weight decay, b2. Muon: learning rate, weight decay, AdamW's share of the rate.
+             Coordinate by coordinate with one seed, each until the best value has worse ones on both sides; then
+             whoever had fewer runs gets as many more, at rates between.
+    seeds    the best of each with three seeds
+    default  Muon with AdamW's best rate and decay and its own defaults
+    shorter  Muon with complete schedules of 1/1.6 and 1/2 of the steps
+    longer   AdamW with complete schedules of 1.5, 2 and 3 times the steps, until it reaches Muon's loss
+    peer     optax.contrib.muon, with the labels it chooses and with ours, at three rates each
+    recipes  published recipes at three rates each (small size only)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import bench_step
+import jax
+import optax
+import record
+from flax import nnx
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
+import corpus as corpora
+import train_gpt
+from gpt import GPT, Config
+
+import optax_muon
+
+SEEDS = (0, 1, 2)
+LADDERS: dict[str, tuple[float, ...]] = {
+    "learning_rate": tuple(1e-3 * 2.0**k for k in range(-4, 8)),
+    "weight_decay": (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
+    "b2": (0.9, 0.95, 0.99, 0.999),
+    "adamw_multiple": (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0),
+}
+COORDINATES = {
+    "adamw": ("learning_rate", "weight_decay", "b2"),
+    "muon": ("learning_rate", "weight_decay", "adamw_multiple"),
+}
+PEERS = ("contrib", "contrib_labelled")
+# Kimi K2 without QK-clip is Moonlight number for number, so one run stands for both.
+RECIPES = ("moonlight", "deepseek_v4", "keller", "dion", "modded_nanogpt")
+# Their factor is 1 on a square matrix where ours is 0.2 sqrt(width), so their rate is that much larger for the
+# same first update; the AdamW half keeps its own.
+UNIT_FACTOR = ("keller", "dion", "modded_nanogpt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    width: int
+    layers: int
+    heads: int
+    steps: int
+
+
+SIZES = {
+    "toy": Size(width=16, layers=1, heads=1, steps=4),
+    "small": Size(width=128, layers=4, heads=2, steps=400),
+    "medium": Size(width=256, layers=4, heads=4, steps=200),
+    "large": Size(width=384, layers=6, heads=6, steps=200),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run depends on, beside the corpus and this file; a line of the record is known by it."""
+
+    size: str
+    optimizer: str  # 'adamw', 'muon', one of PEERS or of RECIPES
+    steps: int
+    learning_rate: float = 4e-3
+    weight_decay: float = 0.1  # of AdamW, Muon and the peers; recipes bring their own
+    b2: float = 0.95  # of AdamW and of the AdamW half of the others
+    adamw_multiple: float = 1.0  # the AdamW half's rate over Muon's
+    seed: int = 0
+
+
+Losses = dict[Run, float]  # infinite where a run diverged
+
+
+def optimizer_of(run: Run, settings: train_gpt.Settings) -> optax.GradientTransformation:
+    rate = train_gpt.up_and_down(run.learning_rate, settings)
+    adamw_rate = train_gpt.up_and_down(run.learning_rate * run.adamw_multiple, settings)
+    # The peer's names. With consistent_rms its update has the size of ours, so the rates compare.
+    peer: dict[str, Any] = {
+        "weight_decay": run.weight_decay,
+        "weight_decay_mask": train_gpt.no_norms,
+        "adam_b2": run.b2,
+        "adam_weight_decay": run.weight_decay,
+        "adam_learning_rate": adamw_rate,
+        "consistent_rms": 0.2,
+    }
+    match run.optimizer:
+        case "adamw":
+            decayed = {"weight_decay": run.weight_decay, "mask": train_gpt.no_norms}
+            rule = optax.adamw(rate, b1=0.9, b2=run.b2, **decayed)
+        case "muon":
+            own_rate = None if run.adamw_multiple == 1.0 else adamw_rate
+            decay = run.weight_decay
+            rule = optax_muon.muon(rate, weight_decay=decay, adamw_learning_rate=own_rate, adamw_b2=run.b2)
+        case "contrib":
+            rule = optax.contrib.muon(rate, **peer)
+        case "contrib_labelled":
+            rule = bench_step.contrib_muon(rate, **peer)
+        case "modded_nanogpt":  # its AdamW half has its own share of the rate
+            rule = optax_muon.recipes.modded_nanogpt(rate, steps=run.steps)
+        case recipe:
+            rule = getattr(optax_muon.recipes, recipe)(rate, adamw_learning_rate=adamw_rate)
+    return optax.chain(optax.clip_by_global_norm(1.0), rule)
+
+
+def climb(base: Run, field: str, losses: Losses) -> Iterator[Run]:
+    """Runs along one coordinate from the value of `base`, until the best has tried neighbours on both sides."""
+    ladder = LADDERS[field]
+    at = lambda i: dataclasses.replace(base, **{field: ladder[i]})
+    tried = {ladder.index(getattr(base, field))}
+    yield base
+    while True:
+        best = min(tried, key=lambda i: losses[at(i)])
+        missing = [i for i in (best + 1, best - 1) if i not in tried and 0 <= i < len(ladder)]
+        if not missing:
+            return
+        tried.add(missing[0])
+        yield at(missing[0])
+
+
+def best(runs: Sequence[Run], losses: Losses) -> Run:
+    return min(runs, key=lambda run: losses[run])
+
+
+def between(run: Run) -> Iterator[Run]:
+    """Rates around the best that lie between those of the ladder, nearest first."""
+    for k in (1, -1, 2, -2, 3, -3, 5, -5, 6, -6):
+        yield dataclasses.replace(run, learning_rate=run.learning_rate * 2 ** (k / 4))
+
+
+@dataclasses.dataclass
+class Plan:
+    """The runs of one size, stage by stage; what comes next depends on the losses so far."""
+
+    size: str
+    steps: int
+    losses: Losses
+    swept: dict[str, list[Run]] = dataclasses.field(default_factory=dict)
+
+    def sweep(self) -> Iterator[Run]:
+        for name, coordinates in COORDINATES.items():
+            runs = self.swept[name] = [Run(self.size, name, self.steps)]
+            for field in coordinates:
+                start = runs[0] if len(runs) == 1 else best(runs, self.losses)
+                for run in climb(start, field, self.losses):
+                    if run not in runs:
+                        runs.append(run)
+                    yield run
+        budget = max(map(len, self.swept.values()))
+        for runs in self.swept.values():
+            more = between(best(runs, self.losses))
+            while len(runs) < budget:
+                run = next(more)
+                if run not in runs:
+                    runs.append(run)
+                    yield run
+
+    def tuned(self, name: str) -> Run:
+        return best(self.swept[name], self.losses)
+
+    def with_seeds(self, run: Run) -> Iterator[Run]:
+        for seed in SEEDS:
+            yield dataclasses.replace(run, seed=seed)
+
+    def seeds(self) -> Iterator[Run]:
+        for name in COORDINATES:
+            yield from self.with_seeds(self.tuned(name))
+
+    def default(self) -> Iterator[Run]:
+        adamw = self.tuned("adamw")
+        decay, rate = adamw.weight_decay, adamw.learning_rate
+        yield from self.with_seeds(Run(self.size, "muon", self.steps, learning_rate=rate, weight_decay=decay))
+
+    def shorter(self) -> Iterator[Run]:
+        for part in (1.6, 2.0):
+            steps = round(self.steps / part)
+            yield from self.with_seeds(dataclasses.replace(self.tuned("muon"), steps=steps))
+
+    def longer(self) -> Iterator[Run]:
+        adamw, goal = self.tuned("adamw"), self.losses[self.tuned("muon")]
+        needed = []
+        for times in (1.5, 2.0, 3.0):
+            needed.append(dataclasses.replace(adamw, steps=round(self.steps * times)))
+            yield needed[-1]
+            if self.losses[needed[-1]] <= goal:
+                break
+        for run in needed:
+            yield from self.with_seeds(run)
+
+    def peer(self) -> Iterator[Run]:
+        for name in PEERS:
+            for times in (1.0, 2.0, 0.5):
+                ours = self.tuned("muon")
+                rate = ours.learning_rate * times
+                yield dataclasses.replace(ours, optimizer=name, learning_rate=rate)
+
+    def recipes(self) -> Iterator[Run]:
+        if self.size not in ("toy", "small"):
+            return
+        muon = self.tuned("muon")
+        ours = Run(self.size, "muon", self.steps, muon.learning_rate, adamw_multiple=muon.adamw_multiple)
+        for name in RECIPES:
+            factor = 0.2 * math.sqrt(SIZES[self.size].width) if name in UNIT_FACTOR else 1.0
+            for times in (1.0, 2.0, 0.5):
+                yield dataclasses.replace(
+                    ours,
+                    optimizer=name,
+                    learning_rate=ours.learning_rate * factor * times,
+                    # AdamW's rate stays while a unit-factor recipe's is varied.
+                    adamw_multiple=ours.adamw_multiple / (factor * times if factor != 1.0 else 1.0),
+                )
+
+
+STAGES = ("sweep", "seeds", "default", "shorter", "longer", "peer", "recipes")
+
+
+def muon_leaves(run: Run, params: Any) -> list[str]:
+    """Paths of the matrices that the optimizer keeps a Muon momentum for."""
+    if run.optimizer == "adamw":
+        return []
+    labels = optax_muon.param_labels(params)
+    if run.optimizer == "contrib":  # every matrix, embedding and head included
+        labels = jax.tree.map(lambda p: "muon" if p.ndim == 2 else "adamw", params)
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, label in jax.tree_util.tree_leaves_with_path(labels)
+        if label == "muon"
+    ]
+
+
+def measure(run: Run, corpus: corpora.Corpus) -> dict[str, Any]:
+    """Trains once; the line for the record."""
+    size = SIZES[run.size]
+    config = Config(width=size.width, layers=size.layers, heads=size.heads)
+    settings = train_gpt.Settings(steps=run.steps, seed=run.seed, evaluations=8)
+    transformation = optimizer_of(run, settings)
+    params = nnx.as_pure(nnx.state(GPT(config, nnx.Rngs(0)), nnx.Param))
+    state = jax.eval_shape(transformation.init, params)
+    muon = muon_leaves(run, params)
+    labels = optax_muon.param_labels(params)
+    hidden = sum(
+        leaf.size
+        for leaf, label in zip(jax.tree.leaves(params), jax.tree.leaves(labels), strict=True)
+        if label == "muon"
+    )
+    start = time.perf_counter()
+    result = train_gpt.train(f"{run.size} {label_of(run)}", transformation, corpus, config, settings)
+    seconds = time.perf_counter() - start
+    jax.clear_caches()  # a sweep compiles a program per run
+    every = max(1, run.steps // 40)
+    losses = result["train_loss"]
+    return {
+        "benchmark": "loss",
+        "run": dataclasses.asdict(run),
+        "final_loss": finite(result["final_loss"]),
+        "curve": [[point["step"], finite(point["loss"])] for point in result["curve"]],
+        "train_loss": [finite(sum(part) / len(part)) for part in batched(losses, every)],
+        "tokens_per_step": settings.sequences * config.context,
+        "hidden_parameters": hidden,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
+        "muon_matrices": len(muon),
+        "muon_example": muon[0] if muon else None,
+        "seconds": round(seconds, 1),
+        "train_seconds": round(result["seconds"], 1),
+        "corpus": {"name": corpus.name, "sha256": corpus.sha256},
+        "flax": version("flax"),
+    }
+
+
+def label_of(run: Run) -> str:
+    changed = [f"{run.optimizer} lr {run.learning_rate:.2g} wd {run.weight_decay:g}"]
+    changed += [f"b2 {run.b2:g}"] if run.b2 != 0.95 else []
+    changed += [f"adamw x{run.adamw_multiple:.2g}"] if run.adamw_multiple != 1 else []
+    return " ".join([*changed, f"seed {run.seed}", f"{run.steps} steps"])
+
+
+def finite(x: float) -> float | None:
+    """JSON has no NaN; a run that diverged says null."""
+    return round(x, 6) if math.isfinite(x) else None
+
+
+def batched(values: Sequence[float], count: int) -> Iterator[Sequence[float]]:
+    for i in range(0, len(values), count):
+        yield values[i : i + count]
+
+
+def path_of(size: str) -> pathlib.Path:
+    return record.RECORDS / f"loss_{size}.jsonl"
+
+
+def loss_of(line: Mapping[str, Any]) -> float:
+    return math.inf if line["final_loss"] is None else line["final_loss"]
+
+
+def recorded(size: str, corpus: corpora.Corpus) -> Losses:
+    """The losses of the runs that have their line."""
+    path, losses = path_of(size), {}
+    for row in path.read_text().splitlines() if path.exists() else ():
+        line = json.loads(row)
+        if line["corpus"]["sha256"] != corpus.sha256:
+            raise SystemExit(
+                f"{path.name} was made with another corpus ({line['corpus']['name']}), this is {corpus.name}: "
+                f"their losses do not compare. Run with the Python of the record, or move the file away."
+            )
+        losses[Run(**line["run"])] = loss_of(line)
+    return losses
+
+
+def go(size: str, stages: Sequence[str], steps: int, corpus: corpora.Corpus, at_most: float) -> int:
+    """Runs what is missing of the stages; the number of new runs."""
+    losses = recorded(size, corpus)
+    plan, new = Plan(size, steps, losses), 0
+    for stage in ("sweep", *(stage for stage in stages if stage != "sweep")):
+        for run in getattr(plan, stage)():
+            if run in losses:
+                continue
+            if stage not in stages:
+                raise SystemExit(f"{stages[0]} builds on the sweep of {size}, which lacks {label_of(run)}.")
+            if new >= at_most:
+                return new
+            line = measure(run, corpus) | {"stage": stage}
+            record.write(f"loss_{size}", [line])
+            losses[run] = loss_of(line)
+            new += 1
+    return new
+
+
+def measure_times(sizes: Sequence[str], rounds: int) -> None:
+    for size in sizes:
+        shape = SIZES[size]
+        config = Config(width=shape.width, layers=shape.layers, heads=shape.heads)
+        sequences = train_gpt.Settings().sequences
+        times = record.interleaved(bench_step.candidates(sequences, config), rounds)
+        rows = [{"benchmark": "loss_time", "size": size, "case": name, **t} for name, t in times.items()]
+        record.write("loss_time", rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=("small", "medium", "large"))
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--steps", type=int, help="instead of those of the size")
+    parser.add_argument("--at-most", type=int, default=math.inf, metavar="N", help="stop after N new runs")
+    parser.add_argument("--time", action="store_true", help="measure step times instead")
+    parser.add_argument("--rounds", type=int, default=15, help="of --time")
+    arguments = parser.parse_args()
+    if arguments.time:
+        measure_times(arguments.sizes, arguments.rounds)
+        return
+    corpus = corpora.load()
+    print(corpus)
+    new = 0
+    for size in arguments.sizes:
+        steps = arguments.steps or SIZES[size].steps
+        new += go(size, arguments.stages, steps, corpus, arguments.at_most - new)
+    print(f"{new} new runs")
+
+
+if __name__ == "__main__":
+    main()
