@@ -14,7 +14,7 @@ Every run is compared at the end of its own schedule, on the same held-out windo
              whoever had fewer runs gets as many more, at rates between.
     seeds    the best of each with three seeds
     default  Muon with AdamW's best rate and decay and its own defaults
-    shorter  Muon with complete schedules of 1/1.6 and 1/2 of the steps
+    shorter  Muon with complete schedules of 1/1.6 and 1/2 of the steps, and 1/3 if 1/2 still beats AdamW
     longer   AdamW with complete schedules of 1.5, 2 and 3 times the steps, until it reaches Muon's loss
     peer     optax.contrib.muon, with the labels it chooses and with ours, at three rates each
     recipes  published recipes at three rates each (small size only)
@@ -38,6 +38,7 @@ import jax
 import optax
 import record
 from flax import nnx
+from loss_plan import SIZES, STAGES, Losses, Plan, Run
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import corpus as corpora
@@ -45,57 +46,6 @@ import train_gpt
 from gpt import GPT, Config
 
 import optax_muon
-
-SEEDS = (0, 1, 2)
-LADDERS: dict[str, tuple[float, ...]] = {
-    "learning_rate": tuple(1e-3 * 2.0**k for k in range(-4, 8)),
-    "weight_decay": (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
-    "b2": (0.9, 0.95, 0.99, 0.999),
-    "adamw_multiple": (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0),
-}
-COORDINATES = {
-    "adamw": ("learning_rate", "weight_decay", "b2"),
-    "muon": ("learning_rate", "weight_decay", "adamw_multiple"),
-}
-PEERS = ("contrib", "contrib_labelled")
-# Kimi K2 without QK-clip is Moonlight number for number, so one run stands for both.
-RECIPES = ("moonlight", "deepseek_v4", "keller", "dion", "modded_nanogpt")
-# Their factor is 1 on a square matrix where ours is 0.2 sqrt(width), so their rate is that much larger for the
-# same first update; the AdamW half keeps its own.
-UNIT_FACTOR = ("keller", "dion", "modded_nanogpt")
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    width: int
-    layers: int
-    heads: int
-    steps: int
-
-
-SIZES = {
-    "toy": Size(width=16, layers=1, heads=1, steps=4),
-    "small": Size(width=128, layers=4, heads=2, steps=400),
-    "medium": Size(width=256, layers=4, heads=4, steps=200),
-    "large": Size(width=384, layers=6, heads=6, steps=200),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What a run depends on, beside the corpus and this file; a line of the record is known by it."""
-
-    size: str
-    optimizer: str  # 'adamw', 'muon', one of PEERS or of RECIPES
-    steps: int
-    learning_rate: float = 4e-3
-    weight_decay: float = 0.1  # of AdamW, Muon and the peers; recipes bring their own
-    b2: float = 0.95  # of AdamW and of the AdamW half of the others
-    adamw_multiple: float = 1.0  # the AdamW half's rate over Muon's
-    seed: int = 0
-
-
-Losses = dict[Run, float]  # infinite where a run diverged
 
 
 def optimizer_of(run: Run, settings: train_gpt.Settings) -> optax.GradientTransformation:
@@ -129,128 +79,14 @@ def optimizer_of(run: Run, settings: train_gpt.Settings) -> optax.GradientTransf
     return optax.chain(optax.clip_by_global_norm(1.0), rule)
 
 
-def climb(base: Run, field: str, losses: Losses) -> Iterator[Run]:
-    """Runs along one coordinate from the value of `base`, until the best has tried neighbours on both sides."""
-    ladder = LADDERS[field]
-    at = lambda i: dataclasses.replace(base, **{field: ladder[i]})
-    tried = {ladder.index(getattr(base, field))}
-    yield base
-    while True:
-        best = min(tried, key=lambda i: losses[at(i)])
-        missing = [i for i in (best + 1, best - 1) if i not in tried and 0 <= i < len(ladder)]
-        if not missing:
-            return
-        tried.add(missing[0])
-        yield at(missing[0])
-
-
-def best(runs: Sequence[Run], losses: Losses) -> Run:
-    return min(runs, key=lambda run: losses[run])
-
-
-def between(run: Run) -> Iterator[Run]:
-    """Rates around the best that lie between those of the ladder, nearest first."""
-    for k in (1, -1, 2, -2, 3, -3, 5, -5, 6, -6):
-        yield dataclasses.replace(run, learning_rate=run.learning_rate * 2 ** (k / 4))
-
-
-@dataclasses.dataclass
-class Plan:
-    """The runs of one size, stage by stage; what comes next depends on the losses so far."""
-
-    size: str
-    steps: int
-    losses: Losses
-    swept: dict[str, list[Run]] = dataclasses.field(default_factory=dict)
-
-    def sweep(self) -> Iterator[Run]:
-        for name, coordinates in COORDINATES.items():
-            runs = self.swept[name] = [Run(self.size, name, self.steps)]
-            for field in coordinates:
-                start = runs[0] if len(runs) == 1 else best(runs, self.losses)
-                for run in climb(start, field, self.losses):
-                    if run not in runs:
-                        runs.append(run)
-                    yield run
-        budget = max(map(len, self.swept.values()))
-        for runs in self.swept.values():
-            more = between(best(runs, self.losses))
-            while len(runs) < budget:
-                run = next(more)
-                if run not in runs:
-                    runs.append(run)
-                    yield run
-
-    def tuned(self, name: str) -> Run:
-        return best(self.swept[name], self.losses)
-
-    def with_seeds(self, run: Run) -> Iterator[Run]:
-        for seed in SEEDS:
-            yield dataclasses.replace(run, seed=seed)
-
-    def seeds(self) -> Iterator[Run]:
-        for name in COORDINATES:
-            yield from self.with_seeds(self.tuned(name))
-
-    def default(self) -> Iterator[Run]:
-        adamw = self.tuned("adamw")
-        decay, rate = adamw.weight_decay, adamw.learning_rate
-        yield from self.with_seeds(Run(self.size, "muon", self.steps, learning_rate=rate, weight_decay=decay))
-
-    def shorter(self) -> Iterator[Run]:
-        for part in (1.6, 2.0):
-            steps = round(self.steps / part)
-            yield from self.with_seeds(dataclasses.replace(self.tuned("muon"), steps=steps))
-
-    def longer(self) -> Iterator[Run]:
-        adamw, goal = self.tuned("adamw"), self.losses[self.tuned("muon")]
-        needed = []
-        for times in (1.5, 2.0, 3.0):
-            needed.append(dataclasses.replace(adamw, steps=round(self.steps * times)))
-            yield needed[-1]
-            if self.losses[needed[-1]] <= goal:
-                break
-        for run in needed:
-            yield from self.with_seeds(run)
-
-    def peer(self) -> Iterator[Run]:
-        for name in PEERS:
-            for times in (1.0, 2.0, 0.5):
-                ours = self.tuned("muon")
-                rate = ours.learning_rate * times
-                yield dataclasses.replace(ours, optimizer=name, learning_rate=rate)
-
-    def recipes(self) -> Iterator[Run]:
-        if self.size not in ("toy", "small"):
-            return
-        muon = self.tuned("muon")
-        ours = Run(self.size, "muon", self.steps, muon.learning_rate, adamw_multiple=muon.adamw_multiple)
-        for name in RECIPES:
-            factor = 0.2 * math.sqrt(SIZES[self.size].width) if name in UNIT_FACTOR else 1.0
-            for times in (1.0, 2.0, 0.5):
-                yield dataclasses.replace(
-                    ours,
-                    optimizer=name,
-                    learning_rate=ours.learning_rate * factor * times,
-                    # AdamW's rate stays while a unit-factor recipe's is varied.
-                    adamw_multiple=ours.adamw_multiple / (factor * times if factor != 1.0 else 1.0),
-                )
-
-
-STAGES = ("sweep", "seeds", "default", "shorter", "longer", "peer", "recipes")
-
-
-def muon_leaves(run: Run, params: Any) -> list[str]:
-    """Paths of the matrices that the optimizer keeps a Muon momentum for."""
-    if run.optimizer == "adamw":
-        return []
-    labels = optax_muon.param_labels(params)
-    if run.optimizer == "contrib":  # every matrix, embedding and head included
-        labels = jax.tree.map(lambda p: "muon" if p.ndim == 2 else "adamw", params)
+def muon_leaves(state: Any) -> list[tuple[str, int]]:
+    """Path and size of each matrix that has a momentum in Muon's state, ours or the peer's."""
+    is_muon = lambda x: isinstance(x, optax_muon.ScaleByMuonState | optax.contrib.MuonState)
     return [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, label in jax.tree_util.tree_leaves_with_path(labels)
-        if label == "muon"
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf.size)
+        for node in jax.tree.leaves(state, is_leaf=is_muon)
+        if is_muon(node)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(node.mu)
     ]
 
 
@@ -262,13 +98,8 @@ def measure(run: Run, corpus: corpora.Corpus) -> dict[str, Any]:
     transformation = optimizer_of(run, settings)
     params = nnx.as_pure(nnx.state(GPT(config, nnx.Rngs(0)), nnx.Param))
     state = jax.eval_shape(transformation.init, params)
-    muon = muon_leaves(run, params)
-    labels = optax_muon.param_labels(params)
-    hidden = sum(
-        leaf.size
-        for leaf, label in zip(jax.tree.leaves(params), jax.tree.leaves(labels), strict=True)
-        if label == "muon"
-    )
+    muon = muon_leaves(state)
+    hidden = muon_leaves(jax.eval_shape(optax_muon.muon(1.0).init, params))
     start = time.perf_counter()
     result = train_gpt.train(f"{run.size} {label_of(run)}", transformation, corpus, config, settings)
     seconds = time.perf_counter() - start
@@ -282,11 +113,11 @@ def measure(run: Run, corpus: corpora.Corpus) -> dict[str, Any]:
         "curve": [[point["step"], finite(point["loss"])] for point in result["curve"]],
         "train_loss": [finite(sum(part) / len(part)) for part in batched(losses, every)],
         "tokens_per_step": settings.sequences * config.context,
-        "hidden_parameters": hidden,
+        "hidden_parameters": sum(size for _, size in hidden),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
         "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
         "muon_matrices": len(muon),
-        "muon_example": muon[0] if muon else None,
+        "muon_example": muon[0][0] if muon else None,
         "seconds": round(seconds, 1),
         "train_seconds": round(result["seconds"], 1),
         "corpus": {"name": corpus.name, "sha256": corpus.sha256},
