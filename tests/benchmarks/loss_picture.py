@@ -104,7 +104,11 @@ def rates(axis: Axes, evidence: Evidence) -> None:
             axis.plot(
                 *zip(*points, strict=True), color=COLORS[name], marker="o", markersize=4, label=NAMES[name]
             )
-    axis.set_xscale("log", base=2)
+    axis.set_xscale("log")
+    swept = [run for name in NAMES for run in evidence.sweep_of(name) if run == first_values(run)]
+    ticks = sorted({run.learning_rate for run in swept})
+    axis.set_xticks(ticks, [f"{rate * 1e3:g}e-3" for rate in ticks], fontsize=8)
+    axis.minorticks_off()
     axis.set_xlabel("learning rate (decay 0.1, seed 0)")
     if evidence.ratios("muon"):
         axis.set_title(f"steps to equal loss, AdamW / Muon: {said(evidence.ratios('muon'))}", fontsize=9)
