@@ -81,23 +81,25 @@ def loss(tmp_path, monkeypatch):
 
 
 def test_a_killed_sweep_goes_on_where_it_was(loss):
-    go = lambda at_most: loss.go("small", loss.STAGES, 400, loss.corpus, at_most)
+    go = lambda at_most: loss.go("small", loss.STAGES, 400, loss.corpus, at_most=at_most)
     assert go(5) == 5
-    rest = go(math.inf)
+    assert loss.go("small", loss.STAGES, 400, loss.corpus, seeds=[0], at_most=30) == 30
+    assert {run.seed for run in loss.measured} == {0}
+    rest = 30 + go(math.inf)
     assert rest > 20
     assert go(math.inf) == 0
     assert len(loss.measured) == len(set(loss.measured)) == 5 + rest
 
 
 def test_another_corpus_is_not_mixed_in(loss):
-    loss.go("small", loss.STAGES, 400, loss.corpus, 1)
+    loss.go("small", loss.STAGES, 400, loss.corpus, at_most=1)
     other = dataclasses.replace(loss.corpus, sha256="1" * 64)
     with pytest.raises(SystemExit, match="another corpus"):
-        loss.go("small", loss.STAGES, 400, other, 1)
+        loss.go("small", loss.STAGES, 400, other, at_most=1)
 
 
 def test_sweeps_are_equal_in_number_and_end_inside(loss):
-    loss.go("small", ["sweep"], 400, loss.corpus, math.inf)
+    loss.go("small", ["sweep"], 400, loss.corpus)
     runs = {name: [run for run in loss.measured if run.optimizer == name] for name in ("adamw", "muon")}
     assert len(runs["adamw"]) == len(runs["muon"])
     for name, best in {"adamw": 2e-3, "muon": 16e-3}.items():
@@ -109,14 +111,14 @@ def test_report_of_a_whole_record_and_of_a_part(loss, tmp_path):
     import loss_picture
     import report_loss
 
-    loss.go("small", loss.STAGES, 400, loss.corpus, 3)
+    loss.go("small", loss.STAGES, 400, loss.corpus, at_most=3)
     assert "the sweep is unfinished" in report_loss.report(report_loss.load(tmp_path))
-    loss.go("small", loss.STAGES, 400, loss.corpus, math.inf)
+    loss.go("small", loss.STAGES, 400, loss.corpus)
     (evidence,) = report_loss.load(tmp_path)
     text = report_loss.report([evidence])
     # Muon is better by 1 at equal steps and the loss falls by 100/steps: 400 steps of AdamW are 80 of Muon.
     assert "more than 3.00" in text
-    assert "Not run" not in text
+    assert "small:" not in text.split("Not run: ")[1].split("\n")[0]
     # 1200 steps of AdamW do not reach Muon at 400.
     assert [ratio.bound for ratio in evidence.ratios("adamw")] == [">"] * 3
     loss_picture.draw([evidence]).savefig(tmp_path / "loss.png")

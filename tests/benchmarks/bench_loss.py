@@ -1,7 +1,7 @@
 """Held-out loss of AdamW, Muon and its relatives on the example GPT, each tuned by the same procedure.
 
     python tests/benchmarks/bench_loss.py                             # everything; goes on where it was stopped
-    python tests/benchmarks/bench_loss.py --sizes small --stages sweep seeds
+    python tests/benchmarks/bench_loss.py --sizes small --stages sweep shorter --seeds 0
     python tests/benchmarks/bench_loss.py --time                      # step times, on a quiet machine
 
 One line per run in records/loss_<size>.jsonl; records/loss_time.jsonl with --time. A run that has its line is
@@ -38,7 +38,7 @@ import jax
 import optax
 import record
 from flax import nnx
-from loss_plan import SIZES, STAGES, Losses, Plan, Run
+from loss_plan import SEEDS, SIZES, STAGES, Losses, Plan, Run
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import corpus as corpora
@@ -164,13 +164,21 @@ def recorded(size: str, corpus: corpora.Corpus) -> Losses:
     return losses
 
 
-def go(size: str, stages: Sequence[str], steps: int, corpus: corpora.Corpus, at_most: float) -> int:
+def go(
+    size: str,
+    stages: Sequence[str],
+    steps: int,
+    corpus: corpora.Corpus,
+    *,
+    seeds: Sequence[int] = SEEDS,
+    at_most: float = math.inf,
+) -> int:
     """Runs what is missing of the stages; the number of new runs."""
     losses = recorded(size, corpus)
     plan, new = Plan(size, steps, losses), 0
     for stage in ("sweep", *(stage for stage in stages if stage != "sweep")):
         for run in getattr(plan, stage)():
-            if run in losses:
+            if run in losses or run.seed not in seeds:
                 continue
             if stage not in stages:
                 raise SystemExit(f"{stages[0]} builds on the sweep of {size}, which lacks {label_of(run)}.")
@@ -199,6 +207,9 @@ def main() -> None:
     )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=("small", "medium", "large"))
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, choices=SEEDS, default=SEEDS, help="the sweep has seed 0"
+    )
     parser.add_argument("--steps", type=int, help="instead of those of the size")
     parser.add_argument("--at-most", type=int, default=math.inf, metavar="N", help="stop after N new runs")
     parser.add_argument("--time", action="store_true", help="measure step times instead")
@@ -212,7 +223,9 @@ def main() -> None:
     new = 0
     for size in arguments.sizes:
         steps = arguments.steps or SIZES[size].steps
-        new += go(size, arguments.stages, steps, corpus, arguments.at_most - new)
+        new += go(
+            size, arguments.stages, steps, corpus, seeds=arguments.seeds, at_most=arguments.at_most - new
+        )
     print(f"{new} new runs")
 
 

@@ -281,6 +281,9 @@ def report(sizes: Sequence[Evidence]) -> str:
     }
     for name, note in notes.items():
         said_of = [text for text in map(note, sizes) if text]
+        if note is missing:
+            absent = [size for size in SIZES if size not in {"toy", *(e.size for e in sizes)}]
+            said_of += [f"{size}, of width {SIZES[size].width}, at all" for size in absent]
         lines += ["", f"{name}: {'; '.join(said_of)}."] if said_of else []
     return "\n".join([*lines, "", origin(sizes)])
 
