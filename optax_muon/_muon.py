@@ -1,8 +1,8 @@
 """`muon`: optax.multi_transform of the Muon chain and optax.adamw, in a thin wrapper that decides once."""
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ MUON, ADAMW, FROZEN = "muon", "adamw", "frozen"
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """The arguments of `muon`, as given; read by `describe`."""
+    """The arguments of `muon`, as given; read by `describe`. `presets` are those that a recipe gave, not its user."""
 
     learning_rate: ScalarOrSchedule
     momentum: ScalarOrSchedule
@@ -61,6 +61,7 @@ class MuonConfig:
     wire_dtype: Any
     pmap_axis_name: str | None
     manual_batch_axes: tuple[str, ...]
+    presets: frozenset[str] = frozenset()
 
 
 class Muon(optax.GradientTransformationExtraArgs):
@@ -68,6 +69,10 @@ class Muon(optax.GradientTransformationExtraArgs):
 
     Two with equal configurations are equal and hash alike, so that rebuilding one does not recompile a
     function that takes it as a static argument.
+
+    Attributes:
+      init, update: as in any Optax transformation.
+      config: the arguments, frozen, by their names.
     """
 
     config: MuonConfig
@@ -186,7 +191,7 @@ def _init(config: MuonConfig, memo: dict, params: Any) -> Any:
     memo[_signature(params)] = routing
     if routing.labels and ADAMW not in routing.labels:
         for name in ("adamw_learning_rate", "adamw_weight_decay"):
-            if getattr(config, name) is not None:
+            if getattr(config, name) is not None and name not in config.presets:
                 warnings.warn(f"{name} was given, but no parameter is trained with AdamW.", stacklevel=3)
     optimizer = _two_chains(config, routing, treedef)
     # AdamW makes its state with zeros_like, which under jit forgets the sharding of the parameter.
@@ -419,8 +424,8 @@ def muon(
 
     Raises:
       ValueError, TypeError: at construction for numbers out of range; at `init` for a leaf of rank 3 or more
-      that no rule
-        knows (with lines to paste); at `update` for gradients that do not fit the parameters or the state.
+        that no rule knows (with lines to paste); at `update` for gradients that do not fit the parameters or
+        the state.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -448,6 +453,15 @@ def muon(
     frozen: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     config = MuonConfig(**frozen)
     _check(config)
+    return _build(config)
+
+
+def with_presets(optimizer: Muon, names: Iterable[str]) -> Muon:
+    """The same optimizer, knowing which arguments its user did not choose: it does not warn about those."""
+    return _build(replace(optimizer.config, presets=frozenset(names)))
+
+
+def _build(config: MuonConfig) -> Muon:
     memo: dict = {}
 
     def init(params: Any) -> Any:

@@ -6,7 +6,7 @@ change one.
 
 from typing import Any
 
-from optax_muon._muon import Muon, ScalarOrSchedule, muon
+from optax_muon._muon import Muon, ScalarOrSchedule, muon, with_presets
 from optax_muon._recipe_parts import (
     MODDED_POLAR_EXPRESS,
     QKV,
@@ -48,6 +48,9 @@ def keller(learning_rate: ScalarOrSchedule = 0.02, **changes: Any) -> Muon:
     Returns:
       A `Muon` transformation.
 
+    Raises:
+      ValueError, TypeError: as `muon`.
+
     Example:
       >>> from optax_muon import recipes
       >>> recipes.keller(0.02).config.weight_decay
@@ -66,7 +69,7 @@ def keller(learning_rate: ScalarOrSchedule = 0.02, **changes: Any) -> Muon:
         "adamw_b2": 0.95,
         "adamw_eps": 1e-10,
     }
-    return muon(learning_rate, **numbers | changes)
+    return with_presets(muon(learning_rate, **numbers | changes), numbers.keys() - changes.keys())
 
 
 def torch(learning_rate: ScalarOrSchedule = 1e-3, **changes: Any) -> Muon:
@@ -82,6 +85,9 @@ def torch(learning_rate: ScalarOrSchedule = 1e-3, **changes: Any) -> Muon:
 
     Returns:
       A `Muon` transformation.
+
+    Raises:
+      ValueError, TypeError: as `muon`.
 
     Example:
       >>> from optax_muon import recipes
@@ -113,6 +119,9 @@ def moonlight(learning_rate: ScalarOrSchedule = 4.2e-4, **changes: Any) -> Muon:
 
     Returns:
       A `Muon` transformation.
+
+    Raises:
+      ValueError, TypeError: as `muon`.
 
     Example:
       >>> from optax_muon import recipes
@@ -146,6 +155,9 @@ def kimi_k2(learning_rate: ScalarOrSchedule = 2e-4, **changes: Any) -> Muon:
 
     Returns:
       A `Muon` transformation.
+
+    Raises:
+      ValueError, TypeError: as `muon`.
 
     Example:
       >>> import optax
@@ -184,6 +196,9 @@ def kimi_k3(
     Returns:
       A `Muon` transformation.
 
+    Raises:
+      ValueError, TypeError: as `muon`.
+
     Example:
       >>> from optax_muon import recipes
       >>> print(recipes.kimi_k3(2e-4, latent=None).config.rules[0].assignment)
@@ -209,6 +224,9 @@ def glm45(learning_rate: ScalarOrSchedule = 2.5e-4, **changes: Any) -> Muon:
 
     Returns:
       A `Muon` transformation.
+
+    Raises:
+      ValueError, TypeError: as `muon`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -253,6 +271,9 @@ def glm5(
     Returns:
       A `Muon` transformation.
 
+    Raises:
+      ValueError, TypeError: as `muon`.
+
     Example:
       >>> from optax_muon import recipes
       >>> print(recipes.glm5().config.rules[0].assignment)
@@ -279,6 +300,9 @@ def deepseek_v4(learning_rate: ScalarOrSchedule = 2.7e-4, **changes: Any) -> Muo
 
     Returns:
       A `Muon` transformation.
+
+    Raises:
+      ValueError, TypeError: as `muon`.
 
     Example:
       >>> from optax_muon import recipes
@@ -316,6 +340,9 @@ def deepspeed(learning_rate: ScalarOrSchedule = 0.02, **changes: Any) -> Muon:
     Returns:
       A `Muon` transformation.
 
+    Raises:
+      ValueError, TypeError: as `muon`.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from optax_muon import describe, recipes
@@ -345,6 +372,9 @@ def megatron(learning_rate: ScalarOrSchedule, **changes: Any) -> Muon:
 
     Returns:
       A `Muon` transformation.
+
+    Raises:
+      ValueError, TypeError: as `muon`.
 
     Example:
       >>> from optax_muon import recipes
@@ -378,6 +408,9 @@ def dion(learning_rate: ScalarOrSchedule = 0.01, *, cautious: bool = False, **ch
 
     Returns:
       A `Muon` transformation.
+
+    Raises:
+      ValueError, TypeError: as `muon`.
 
     Example:
       >>> from optax_muon import recipes
@@ -427,6 +460,9 @@ def modded_nanogpt(
     Returns:
       A `Muon` transformation.
 
+    Raises:
+      ValueError, TypeError: as `muon`.
+
     Example:
       >>> from optax_muon import recipes
       >>> momentum = recipes.modded_nanogpt(steps=1000).config.momentum
@@ -456,4 +492,4 @@ def modded_nanogpt(
         "adamw": every_second_step(numbers),
     }
     numbers["transforms"] = chains | (numbers.get("transforms") or {})
-    return muon(learning_rate, **numbers)
+    return with_presets(muon(learning_rate, **numbers), numbers.keys() - changes.keys())

@@ -457,6 +457,16 @@ def test_recipe_under_inject_hyperparams(name):
     np.testing.assert_allclose(updates["dense"]["kernel"], expected["dense"]["kernel"], rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["keller", "deepspeed", "modded_nanogpt"])
+def test_only_what_the_user_gave_is_warned_about(name):
+    params = {"dense": {"kernel": jnp.ones((4, 8))}}  # nothing for AdamW
+    recipe = getattr(recipes, name)
+    assert optax_muon.param_labels(params) == {"dense": {"kernel": "muon"}}
+    recipe(0.02).init(params)  # a warning would be an error
+    with pytest.warns(UserWarning, match="adamw_learning_rate was given"):
+        recipe(0.02, adamw_learning_rate=1e-3).init(params)
+
+
 def test_recipes_are_built_of_public_parts():
     for part in (scale_by_normuon, add_cautious_decayed_weights, renormalize, scale_by_muon, scale_by_shape):
         assert part.__name__ in optax_muon.__all__
