@@ -11,7 +11,7 @@ Every run is compared at the end of its own schedule, on the same held-out windo
 
     sweep    AdamW: learning rate, weight decay, b2. Muon: learning rate, weight decay, AdamW's share of the rate.
              Coordinate by coordinate with one seed, each until the best value has worse ones on both sides; then
-             whoever had fewer runs gets as many more, at rates between.
+             the learning rate again; then whoever had fewer runs gets as many more, at rates between.
     seeds    the best of each with three seeds
     default  Muon with AdamW's best rate and decay and its own defaults
     shorter  Muon with complete schedules of 1/1.6 and 1/2 of the steps, and 1/3 if 1/2 still beats AdamW

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 SEEDS = (0, 1, 2)
 LADDERS: dict[str, tuple[float, ...]] = {
     "learning_rate": tuple(1e-3 * 2.0**k for k in range(-4, 8)),
-    "weight_decay": (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
+    "weight_decay": (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
     "b2": (0.9, 0.95, 0.99, 0.999),
     "adamw_multiple": (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0),
 }
+# The learning rate again at the end, because the best one moves with the decay.
 COORDINATES = {
-    "adamw": ("learning_rate", "weight_decay", "b2"),
-    "muon": ("learning_rate", "weight_decay", "adamw_multiple"),
+    "adamw": ("learning_rate", "weight_decay", "b2", "learning_rate"),
+    "muon": ("learning_rate", "weight_decay", "adamw_multiple", "learning_rate"),
 }
 PEERS = ("contrib", "contrib_labelled")
 # Kimi K2 without QK-clip is Moonlight number for number, so one run stands for both.
