@@ -46,7 +46,12 @@ class DescriptionRow:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What `describe` returns: `str()` is a table, notebooks show it as HTML, `rows` is the data."""
+    """What `describe` returns: `str()` is a table, notebooks show it as HTML.
+
+    Attributes:
+        rows: the data, a `DescriptionRow` for each leaf in the order of `jax.tree.leaves(params)`.
+        shares: share of all elements per label.
+    """
 
     rows: tuple[DescriptionRow, ...]
 

@@ -181,6 +181,19 @@ def plot_spectra(matrices: Mapping[str, ArrayLike], view: MatrixView | None = No
 
     Returns:
       The axes.
+
+    Raises:
+      ImportError: matplotlib is not installed, and no axes were given.
+      TypeError, ValueError: as `singular_values`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax_muon
+      >>> gradient = jnp.diag(jnp.array([4.0, 2.0, 1.0]))
+      >>> orthogonal = optax_muon.orthogonalize(gradient)
+      >>> ax = optax_muon.diagnostics.plot_spectra({"gradient": gradient, "update": orthogonal})
+      >>> [line.get_label() for line in ax.lines]
+      ['gradient', 'update']
     """
     ax = ax or _new_axes()
     for label, x in matrices.items():
@@ -212,7 +225,15 @@ def plot_history(
       The axes.
 
     Raises:
+      ImportError: matplotlib is not installed, and no axes were given.
       ValueError: the measurement is unknown.
+
+    Example:
+      >>> import optax_muon
+      >>> history = [{"update_rms": {"up/kernel": 2e-3}}, {"update_rms": {"up/kernel": 1e-3}}]
+      >>> ax = optax_muon.diagnostics.plot_history(history, every=10)
+      >>> [int(step) for step in ax.lines[0].get_xdata()]
+      [0, 10]
     """
     if measurement not in Measurements._fields:
         raise ValueError(f"measurement must be one of {Measurements._fields}, got {measurement!r}.")

@@ -29,6 +29,10 @@ def update_rms(x: ArrayLike, view: MatrixView | None = None) -> Float[Array, "..
     Returns:
       A scalar, or [n] with a view.
 
+    Raises:
+      TypeError: x is not floating.
+      ValueError: the view does not fit.
+
     Example:
       >>> float(update_rms(jnp.array([3.0, -3.0])))
       3.0
@@ -44,6 +48,8 @@ def spectral_norm(
 ) -> Float[Array, "..."]:
     """The largest singular value of each matrix, by Lanczos steps on its Gram matrix, from below.
 
+    Formula: `max_v |X^T v| / |v|` over the vectors v that the steps span.
+
     Args:
       x: a matrix [m, n] or a stack [*batch, m, n]; with a view, any shape it fits. Floating.
       view: which axes form matrices.
@@ -55,6 +61,7 @@ def spectral_norm(
       [*batch], or [n] with a view.
 
     Raises:
+      TypeError: x is not floating.
       ValueError: x has rank below 2, or the view does not fit.
 
     Example:
@@ -72,8 +79,7 @@ def polar_error(x: ArrayLike, view: MatrixView | None = None, *, probes: int = 3
 
     Formula: `|X X^T / s^2 - I|_F / sqrt(m)` over the short side m, with s^2 the mean square of the m singular
     values: the relative spread of the squared singular values. Scale plays no part. About 0.3 for five Keller
-      steps on a Gaussian
-    matrix; sqrt(m / r - 1) for an exactly orthogonalised matrix of rank r.
+    steps on a Gaussian matrix; sqrt(m / r - 1) for an exactly orthogonalised matrix of rank r.
 
     Args:
       x: a matrix [m, n] or a stack [*batch, m, n]; with a view, any shape it fits. Floating.
@@ -85,6 +91,7 @@ def polar_error(x: ArrayLike, view: MatrixView | None = None, *, probes: int = 3
       [*batch], or [n] with a view. 1 for a zero matrix.
 
     Raises:
+      TypeError: x is not floating.
       ValueError: x has rank below 2, or the view does not fit.
 
     Example:
@@ -114,7 +121,8 @@ def cosine(x: ArrayLike, y: ArrayLike, view: MatrixView | None = None) -> Float[
       A scalar, or [n] with a view.
 
     Raises:
-      ValueError: the shapes differ.
+      TypeError: x is not floating.
+      ValueError: the shapes differ, or the view does not fit.
 
     Example:
       >>> round(float(cosine(jnp.array([1.0, 1.0]), jnp.array([2.0, 0.0]))), 4)
@@ -130,6 +138,8 @@ def cosine(x: ArrayLike, y: ArrayLike, view: MatrixView | None = None) -> Float[
 def singular_values(x: ArrayLike, view: MatrixView | None = None) -> Float[Array, "..."]:
     """All singular values of each matrix, in descending order, by an SVD: for plots, not for every step.
 
+    Formula: the `s_i` of `X = U diag(s) V^T`, computed by `jnp.linalg.svd` in at least float32.
+
     Args:
       x: a matrix [m, n] or a stack [*batch, m, n]; with a view, any shape it fits. Floating.
       view: which axes form matrices; all of one shape.
@@ -138,6 +148,7 @@ def singular_values(x: ArrayLike, view: MatrixView | None = None) -> Float[Array
       [*batch, min(m, n)], or [n, min(fan_in, fan_out)] with a view.
 
     Raises:
+      TypeError: x is not floating.
       ValueError: x has rank below 2, the view does not fit, or it has blocks of several shapes.
 
     Example:

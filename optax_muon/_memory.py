@@ -54,22 +54,27 @@ class MemoryEstimate:
 
     @property
     def parameters(self) -> MemoryRow:
+        """The row of that name."""
         return self["parameters"]
 
     @property
     def gradients(self) -> MemoryRow:
+        """The row of that name."""
         return self["gradients"]
 
     @property
     def optimizer_state(self) -> MemoryRow:
+        """The row of that name."""
         return self["optimizer state"]
 
     @property
     def temporaries(self) -> MemoryRow:
+        """The row of that name."""
         return self["temporaries"]
 
     @property
     def total(self) -> MemoryRow:
+        """The row of that name."""
         return self["total"]
 
     def __str__(self) -> str:

@@ -13,7 +13,10 @@ _DEFAULT = Orthogonalizer()
 def orthogonalize(
     x: ArrayLike, orthogonalizer: Orthogonalizer = _DEFAULT, view: MatrixView | None = None
 ) -> Float[Array, "..."]:
-    """The orthogonalised matrices of an array: `U Σ Vᵀ` becomes `U p(Σ / ‖Σ‖) Vᵀ`, with p close to 1.
+    """The orthogonalised matrices of an array.
+
+    Formula: `U Σ Vᵀ` becomes `U p(Σ / ‖Σ‖) Vᵀ`, with p, the composed polynomial of the orthogonalizer, close to
+    1 (with `method="svd"` exactly 1, and 0 for what counts as a zero singular value).
 
     Args:
         x: without a view a matrix [m, n] or a stack [*batch, m, n], each matrix handled alone. With a view,
@@ -35,6 +38,10 @@ def orthogonalize(
         >>> x = jnp.array([[3.0, 0.0], [0.0, -0.1]])
         >>> orthogonalize(x, Orthogonalizer(method="svd")).tolist()
         [[1.0, 0.0], [0.0, -1.0]]
+
+    References:
+        Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; the sets of
+        coefficients name theirs.
     """
     if not isinstance(orthogonalizer, Orthogonalizer):
         raise TypeError(

@@ -31,8 +31,7 @@ def state_shardings(
       params: arrays, or `jax.ShapeDtypeStruct`s with a sharding. All on one mesh, or all on one device.
       shard_over: mesh axes over which the parameters' state is cut beyond its parameter (ZeRO-1). Each goes
         to the first axis of a leaf that it divides; a leaf that cannot be cut further lies as its parameter.
-        Updates stay
-        exact: `muon` brings gradients to the momentum and the updates back to the parameters.
+        Updates stay exact: `muon` brings gradients to the momentum and updates back to the parameters.
 
     Returns:
       A pytree of `NamedSharding`s (of the one `SingleDeviceSharding` where there is no mesh) with the

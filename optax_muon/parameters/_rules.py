@@ -181,8 +181,7 @@ def param_labels(params: Any, rules: Rule | Sequence[Rule] | None = None) -> Any
         `optax.multi_transform` calls its label function on the gradients at every update. Where those lack
         what the params have (boxes, axis names, module types, another dtype), the labels can differ between
         the two and the state no longer fits. `muon` guards against that; a bare `optax.multi_transform` does
-        not, so pass it labels
-        computed once: `optax.multi_transform(transforms, param_labels(params))`.
+        not, so pass it labels computed once: `optax.multi_transform(transforms, param_labels(params))`.
     """
     return jax.tree.unflatten(jax.tree.structure(params), [d.label for d in decide(params, rules)])
 

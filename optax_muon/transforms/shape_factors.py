@@ -8,9 +8,19 @@ a schedule.
 import math
 from dataclasses import dataclass
 
+from optax_muon.transforms._checks import check_not_negative
+
 
 @dataclass(frozen=True)
-class SqrtMax:
+class _Scaled:
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_not_negative(f"{type(self).__name__}: scale", self.scale)
+
+
+@dataclass(frozen=True)
+class SqrtMax(_Scaled):
     """`scale * sqrt(max(fan_in, fan_out))`: the RMS of the update is `scale`, whatever the shape."""
 
     scale: float = 0.2
@@ -21,10 +31,8 @@ class SqrtMax:
 
 
 @dataclass(frozen=True)
-class SqrtRatio:
+class SqrtRatio(_Scaled):
     """`scale * sqrt(fan_out / fan_in)`: the RMS-to-RMS operator norm of the update is `scale`."""
-
-    scale: float = 1.0
 
     def factor(self, fan_in: int, fan_out: int) -> float:
         """The factor of one fan_in x fan_out matrix."""
@@ -32,10 +40,8 @@ class SqrtRatio:
 
 
 @dataclass(frozen=True)
-class SqrtRatioMinOne:
+class SqrtRatioMinOne(_Scaled):
     """`scale * sqrt(max(1, fan_out / fan_in))`: as `SqrtRatio`, never below `scale`."""
-
-    scale: float = 1.0
 
     def factor(self, fan_in: int, fan_out: int) -> float:
         """The factor of one fan_in x fan_out matrix."""
@@ -53,6 +59,9 @@ def sqrt_max(scale: float = 0.2) -> SqrtMax:
 
     Returns:
       A frozen value with `.factor(fan_in, fan_out)`.
+
+    Raises:
+      ValueError, TypeError: the scale is negative, not finite or no number.
 
     Example:
       >>> sqrt_max(0.2).factor(64, 256)
@@ -73,6 +82,9 @@ def sqrt_ratio(scale: float = 1.0) -> SqrtRatio:
     Returns:
       A frozen value with `.factor(fan_in, fan_out)`.
 
+    Raises:
+      ValueError, TypeError: the scale is negative, not finite or no number.
+
     Example:
       >>> sqrt_ratio().factor(256, 64)
       0.5
@@ -91,6 +103,9 @@ def sqrt_ratio_min_one(scale: float = 1.0) -> SqrtRatioMinOne:
 
     Returns:
       A frozen value with `.factor(fan_in, fan_out)`.
+
+    Raises:
+      ValueError, TypeError: the scale is negative, not finite or no number.
 
     Example:
       >>> sqrt_ratio_min_one().factor(64, 256), sqrt_ratio_min_one().factor(256, 64)
