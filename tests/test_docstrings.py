@@ -7,6 +7,7 @@ The parts are those of the docstring of `muon`. Examples run with the suite (`--
 import ast
 import doctest
 import inspect
+import itertools
 import pathlib
 import re
 import tomllib
@@ -134,7 +135,7 @@ def test_constants_are_described():
     described = set()
     for path in (ROOT / "optax_muon").rglob("*.py"):
         body = ast.parse(path.read_text()).body
-        for statement, following in zip(body, body[1:], strict=False):
+        for statement, following in itertools.pairwise(body):
             if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(following, ast.Expr):
                 targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
                 is_text = isinstance(following.value, ast.Constant) and isinstance(following.value.value, str)

@@ -28,5 +28,5 @@ def test_what_is_no_scale(name):
         getattr(shape_factors, name)(-0.2)
     with pytest.raises(ValueError, match="got nan"):
         getattr(shape_factors, name)(math.nan)
-    with pytest.raises(TypeError, match="scale must be a number.*got '0.2'"):
+    with pytest.raises(TypeError, match=r"scale must be a number.*got '0.2'"):
         getattr(shape_factors, name)("0.2")
