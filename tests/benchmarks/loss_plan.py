@@ -32,13 +32,14 @@ class Size:
     layers: int
     heads: int
     steps: int
+    start: float = 4e-3  # the first learning rate that is tried, for both
 
 
 SIZES = {
     "toy": Size(width=16, layers=1, heads=1, steps=4),
     "small": Size(width=128, layers=4, heads=2, steps=400),
     "medium": Size(width=256, layers=4, heads=4, steps=200),
-    "large": Size(width=384, layers=6, heads=6, steps=200),
+    "large": Size(width=384, layers=6, heads=6, steps=200, start=2e-3),
 }
 
 
@@ -95,7 +96,7 @@ class Plan:
 
     def sweep(self) -> Iterator[Run]:
         for name, coordinates in COORDINATES.items():
-            runs = self.swept[name] = [Run(self.size, name, self.steps)]
+            runs = self.swept[name] = [Run(self.size, name, self.steps, learning_rate=SIZES[self.size].start)]
             for field in coordinates:
                 start = runs[0] if len(runs) == 1 else best(runs, self.losses)
                 for run in climb(start, field, self.losses):
