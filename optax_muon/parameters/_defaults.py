@@ -70,7 +70,7 @@ def _open(leaf: Leaf, name: Names, role: Row | None, near: Neighbours) -> _Open:
         if named:
             return _Open(Row(says.cls, named, f"{named} of {says.cls}"))  # pyright: ignore[reportOptionalMemberAccess]
         return _Open(role if role and role.role != "head" else _VECTORS)
-    if metadata.has_vocabulary(leaf):
+    if metadata.has_vocabulary(leaf) and not (says and says.role == "head"):
         is_head = leaf.names is not None and leaf.names[-1] in metadata.VOCAB
         return _Open(dataclasses.replace(_TOKEN_AXIS, role="head") if is_head else _TOKEN_AXIS)
     if says is not None:
@@ -116,7 +116,9 @@ def _open_module(leaf: Leaf, name: Names, role: Row | None, says: ModuleSays, ne
     row = Row(says.cls, says.role, because, layouts=(says.layout,) if says.layout else ())
     if says.role != "hidden":
         return _Open(row)
-    options = find(leaf, name, row.layouts, True, None, near, metadata.batch_axes(leaf))
+    # A layout of as many axes as the leaf has leaves nothing for metadata to tell.
+    batch = None if len(says.layout.split()) == leaf.ndim else metadata.batch_axes(leaf)
+    options = find(leaf, name, row.layouts, True, None, near, batch)
     return _Open(row, options, says.groups)
 
 

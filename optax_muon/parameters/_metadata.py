@@ -1,4 +1,4 @@
-"""What logical axis names (Linen boxes, NNX Variables) say: vocabulary, batch axes, where heads end."""
+"""What logical axis names (Linen boxes, NNX Variables, Haliax arrays) say: vocabulary, batch axes, where heads end."""
 
 import itertools
 
@@ -6,7 +6,8 @@ from optax_muon.parameters._paths import Leaf
 
 VOCAB = {"vocab", "vocabulary", "vocab_size"}
 BATCH = {"layers", "layer", "num_layers", "stack", "stage", "stages", "expert", "experts", "exp"}
-BATCH |= {"qkv", "kv_pair"}
+FUSED = {"qkv", "kv_pair"}
+BATCH |= FUSED
 EXPERT = {"expert", "experts", "exp"}
 HEADS = {
     "heads",

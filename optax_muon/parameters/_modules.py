@@ -2,10 +2,15 @@
 
 import dataclasses
 
-from optax_muon.parameters import _equinox, _linen, _nnx
+from optax_muon.parameters import _equinox, _haliax, _linen, _nnx
 from optax_muon.parameters._paths import Leaf, Owner
 
-_TABLES = {"equinox": _equinox.MODULES, "nnx": _nnx.MODULES, "linen": _linen.MODULES}
+_TABLES = {
+    "equinox": _equinox.MODULES,
+    "nnx": _nnx.MODULES,
+    "linen": _linen.MODULES,
+    "haliax": _haliax.MODULES,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +37,8 @@ def module_says(leaf: Leaf) -> ModuleSays | None:
                 return _convolution(name, owner, leaf)
             if layout == "general":
                 layout = _general(owner)
+            if layout == "named":
+                role, layout = _haliax.named_axes(owner, leaf)
             return ModuleSays(name, role, layout) if layout or role != "hidden" else None
     return None
 

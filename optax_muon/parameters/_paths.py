@@ -23,8 +23,17 @@ _FACTS = (
     "kernel_size",
     "feature_group_count",
     "shape",
+    "In",
+    "Out",
+    "Spatial",
 )
-_FRAMEWORKS = (("equinox.nn", "equinox"), ("flax.nnx.nn", "nnx"), ("flax.linen", "linen"))
+_FRAMEWORKS = (
+    ("equinox.nn", "equinox"),
+    ("flax.nnx.nn", "nnx"),
+    ("flax.linen", "linen"),
+    ("haliax.nn", "haliax"),
+)
+_BOXES = {"flax": ("AxisMetadata", "Variable", "VariableState"), "haliax": ("NamedArray",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +67,7 @@ def leaf_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[
     """Slash paths of the leaves of a tree, in the order of `jax.tree.leaves`.
 
     Args:
-        tree: any pytree. Flax's boxes and Variables add nothing to the path.
+        tree: any pytree. Flax's boxes and Variables and Haliax's named arrays add nothing to the path.
         is_leaf: as in `jax.tree.flatten`.
 
     Returns:
@@ -204,6 +213,8 @@ def owner_of(module: Any) -> Owner | None:
 def _hashable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_hashable(v) for v in value)
+    if type(value).__name__ == "Axis":  # Haliax: a name and a size
+        return value.name
     return value if isinstance(value, (int, str)) else None
 
 
@@ -230,11 +241,8 @@ def _index(key: Any) -> Any:
 
 
 def _is_box(x: Any) -> bool:
-    """A Flax box (Partitioned and the like) or NNX Variable, known by the names of its classes."""
-    return any(
-        cls.__name__ in ("AxisMetadata", "Variable", "VariableState") and cls.__module__.startswith("flax.")
-        for cls in type(x).__mro__
-    )
+    """A Flax box (Partitioned and the like), NNX Variable or Haliax array, known by the names of its classes."""
+    return any(cls.__name__ in _BOXES.get(cls.__module__.split(".")[0], ()) for cls in type(x).__mro__)
 
 
 def _is_hole(x: Any) -> bool:
@@ -245,6 +253,8 @@ def _axis_names(box: Any, ndim: int) -> tuple[str | None, ...] | None:
     if box is None:
         return None
     names = getattr(box, "names", None)
+    if names is None and isinstance(getattr(box, "axes", None), tuple):
+        names = _hashable(box.axes)
     if names is None and hasattr(box, "get_metadata"):
         metadata = box.get_metadata()
         names = next(
