@@ -25,10 +25,14 @@ def fill(rows: Sequence[Shaped[Array, "_ ..."]], group: Group) -> Shaped[Array, 
     """Lays rows into the table of a group; the incomplete last row of the table may cut one of the parts."""
     before, after, seen = [], [], 0
     for x in rows:
+        x = x.astype(group.wire_dtype)
         cut = min(max(group.full - seen, 0), x.shape[0])
         seen += x.shape[0]
-        before += [x[:cut].astype(group.wire_dtype)] if cut else []
-        after += [x[cut:].astype(group.wire_dtype)] if cut < x.shape[0] else []
+        if 0 < cut < x.shape[0]:
+            before.append(x[:cut])
+            after.append(x[cut:])
+        else:
+            (before if cut else after).append(x)
     rest = group.slots * group.owners - group.count - group.start
     pads = [[jnp.zeros((n, *group.piece), group.wire_dtype)] if n else [] for n in (group.start, rest)]
     table = _concatenate([*before, *pads[0], *after, *pads[1]])
@@ -38,14 +42,20 @@ def fill(rows: Sequence[Shaped[Array, "_ ..."]], group: Group) -> Shaped[Array, 
 def empty(table: Shaped[Array, "slots owners ..."], group: Group) -> list[Shaped[Array, "_ ..."]]:
     """Inverse of `fill`."""
     flat, full, gap = table.reshape(-1, *group.piece), group.full, group.start
-    out, taken = [], 0
+    pieces, taken = [], 0
     for part in group.parts:
         stop = taken + part.count
-        head = flat[min(taken, full) : min(stop, full)]
-        tail = flat[max(taken, full) + gap : max(stop, full) + gap]
-        out.append(_concatenate([x for x in (head, tail) if x.shape[0]]))
+        head = (min(taken, full), min(stop, full))
+        tail = (max(taken, full) + gap, max(stop, full) + gap)
+        pieces.append([(first, last - first) for first, last in (head, tail) if last > first])
         taken = stop
-    return out
+    # Where a slice starts is hidden from the compiler, so that slices of one size are one kernel: XLA compiles every
+    # static slice on CPU for itself, 18 ms each (216 of them: 4.5 s against .14 s).
+    starts = iter(lax.optimization_barrier([np.uint32(first) for part in pieces for first, _ in part]))
+    return [
+        _concatenate([lax.dynamic_slice_in_dim(flat, next(starts), count) for _, count in part])
+        for part in pieces
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
