@@ -16,6 +16,7 @@ Every run is compared at the end of its own schedule, on the same held-out windo
     default  Muon with AdamW's best rate and decay and its own defaults
     shorter  Muon with complete schedules of 1/1.6 and 1/2 of the steps, and 1/3 if 1/2 still beats AdamW
     longer   AdamW with complete schedules of 1.5, 2 and 3 times the steps, until it reaches Muon's loss
+    momentum the tuned Muon with its momentum in int8
     peer     optax.contrib.muon, with the labels it chooses and with ours, at three rates each
     recipes  published recipes at three rates each (small size only)
 """
@@ -64,10 +65,14 @@ def optimizer_of(run: Run, settings: train_gpt.Settings) -> optax.GradientTransf
         case "adamw":
             decayed = {"weight_decay": run.weight_decay, "mask": train_gpt.no_norms}
             rule = optax.adamw(rate, b1=0.9, b2=run.b2, **decayed)
-        case "muon":
-            own_rate = None if run.adamw_multiple == 1.0 else adamw_rate
-            decay = run.weight_decay
-            rule = optax_muon.muon(rate, weight_decay=decay, adamw_learning_rate=own_rate, adamw_b2=run.b2)
+        case "muon" | "muon_int8":
+            rule = optax_muon.muon(
+                rate,
+                weight_decay=run.weight_decay,
+                adamw_learning_rate=None if run.adamw_multiple == 1.0 else adamw_rate,
+                adamw_b2=run.b2,
+                mu_dtype="int8" if run.optimizer == "muon_int8" else None,
+            )
         case "contrib":
             rule = optax.contrib.muon(rate, **peer)
         case "contrib_labelled":

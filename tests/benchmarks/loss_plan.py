@@ -48,7 +48,7 @@ class Run:
     """What a run depends on, beside the corpus and this file; a line of the record is known by it."""
 
     size: str
-    optimizer: str  # 'adamw', 'muon', one of PEERS or of RECIPES
+    optimizer: str  # 'adamw', 'muon', 'muon_int8' (its momentum), one of PEERS or of RECIPES
     steps: int
     learning_rate: float = 4e-3
     weight_decay: float = 0.1  # of AdamW, Muon and the peers; recipes bring their own
@@ -128,6 +128,12 @@ class Plan:
         decay, rate = adamw.weight_decay, adamw.learning_rate
         yield from self.with_seeds(Run(self.size, "muon", self.steps, learning_rate=rate, weight_decay=decay))
 
+    def momentum(self) -> Iterator[Run]:
+        yield from self.with_seeds(self.in_int8())
+
+    def in_int8(self) -> Run:
+        return dataclasses.replace(self.tuned("muon"), optimizer="muon_int8")
+
     def shorter(self) -> Iterator[Run]:
         muon, goal = self.tuned("muon"), self.losses[self.tuned("adamw")]
         for part in (1.6, 2.0, 3.0):
@@ -171,4 +177,4 @@ class Plan:
                 )
 
 
-STAGES = ("sweep", "seeds", "default", "shorter", "longer", "peer", "recipes")
+STAGES = ("sweep", "seeds", "default", "shorter", "longer", "momentum", "peer", "recipes")

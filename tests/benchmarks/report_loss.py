@@ -66,6 +66,10 @@ class Evidence:
         rate, decay = adamw.learning_rate, adamw.weight_decay
         return Run(self.size, "muon", self.steps, learning_rate=rate, weight_decay=decay)
 
+    def in_int8(self) -> Run | None:
+        muon = self.tuned("muon")
+        return muon and dataclasses.replace(muon, optimizer="muon_int8")
+
     def seeds_of(self, run: Run | None) -> dict[int, float]:
         """Seed -> final loss of the runs that differ from `run` in the seed alone."""
         same = {seed: dataclasses.replace(run, seed=seed) for seed in SEEDS} if run else {}
@@ -190,6 +194,7 @@ ROWS = {
     "held-out loss of Muon at AdamW's tuned rate and decay, nothing else changed": (
         lambda e: losses(e, e.default_run())
     ),
+    "held-out loss of Muon, tuned, with its momentum in int8": lambda e: losses(e, e.in_int8()),
     "AdamW's steps over Muon's, to AdamW's final loss": lambda e: said(e.ratios("muon")),
     "the same in seconds": in_seconds,
     "AdamW's steps over Muon's, to Muon's final loss": lambda e: said(e.ratios("adamw")),
@@ -235,6 +240,7 @@ def missing(evidence: Evidence) -> str:
         "AdamW": evidence.seeds_of(evidence.tuned("adamw")),
         "Muon": evidence.seeds_of(evidence.tuned("muon")),
         "Muon at AdamW's rate": evidence.seeds_of(evidence.default_run()),
+        "int8 momentum": evidence.seeds_of(evidence.in_int8()),
     }
     gaps += [
         f"{name} with {len(n)} of {len(SEEDS)} seeds" for name, n in counts.items() if len(n) < len(SEEDS)
