@@ -376,6 +376,8 @@ def embeddings_and_heads():
             "encoder/layer/0/output/dense/kernel": ((256, 64), (1, 256, 64)),
             "encoder/embed_positions": ((512, 64), "adamw"),
             "decoder/position_embedding": ((512, 64), "adamw"),
+            "vision/positional_embedding_vlm": ((577, 64), "adamw"),
+            "audio/conv_out/kernel": ((480, 64), (1, 480, 64)),
             "cls_token": ((1, 1, 64), "adamw"),
             "pos_embedding": ((1, 197, 64), "adamw"),
             "patch_embed/kernel": ((16, 16, 3, 64), "adamw"),
@@ -453,6 +455,57 @@ def maxtext_scanned():
             "decoder/moe_layers/MoeBlock_0/gate/kernel": ((16, 5, 8), (5, 16, 8)),
         }
     )
+
+
+@model
+def maxtext_named():
+    """The axis names of MaxText 0.2.5, each scan with a name of its own; nested scans; grouped projections."""
+
+    from flax.linen import LogicallyPartitioned
+
+    leaves = {
+        "dense_layers/mlp/wi_0/kernel": (("embed", "dense_layers", "mlp"), (16, 3, 40), (3, 16, 40)),
+        "dense_layers/attention/out/kernel": (
+            ("q_heads", "dense_layers", "kv", "embed"),
+            (4, 3, 6, 16),
+            (3, 24, 16),
+        ),
+        "moe_layers/MoeBlock_0/wi_0": (
+            ("exp", "moe_layers", "embed_moe", "mlp_moe"),
+            (8, 5, 16, 32),
+            (40, 16, 32),
+        ),
+        "moe_layers/MoeBlock_0/gate/kernel": (("embed_router", "moe_layers", None), (16, 5, 8), (5, 16, 8)),
+        "moe_layers/norm/scale": (("norm", "moe_layers"), (16, 5), "adamw"),
+        "layers/local_layers/in_proj_qkvz/kernel": (
+            ("embed_attn", "layers", "local_layers", "gdn_head"),
+            (16, 4, 3, 96),
+            (12, 16, 96),
+        ),
+        "layers/local_layers/routed_experts/wo": (
+            ("exp", "layers", "local_layers", "mlp_moe", "embed_moe"),
+            (8, 4, 3, 32, 16),
+            (96, 32, 16),
+        ),
+        "layers/local_layers/shared_expert_gate/kernel": (
+            ("embed", "layers", "local_layers", None),
+            (16, 4, 3, 1),
+            "adamw",
+        ),
+        "scanned_blocks/o_a_proj/kernel": (
+            ("o_groups", "scanned_blocks", "q_heads", "o_lora_up_proj"),
+            (4, 5, 32, 16),
+            (20, 32, 16),
+        ),
+        "scanned_blocks/mhc_mlp/res_alpha": (
+            ("activation_embed", "scanned_blocks", None),
+            (64, 5, 16),
+            (5, 64, 16),
+        ),
+        "scanned_blocks/mhc_mlp/res_beta": ((None, "scanned_blocks", None), (4, 5, 4), "adamw"),
+    }
+    boxes = {path: LogicallyPartitioned(s(*shape), names) for path, (names, shape, _) in leaves.items()}
+    return tree(boxes), {path: expected for path, (_, _, expected) in leaves.items()}
 
 
 @model

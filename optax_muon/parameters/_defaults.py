@@ -22,6 +22,8 @@ _VECTORS = Row("shape", "scalar", "scalars and vectors")
 _STACKED_VECTORS = Row("shape", "scalar", "vectors, one per layer of the scan around them")
 _MATRIX = Row("shape", "hidden", "no rule; a matrix (in, out)", layouts=("in out",))
 _WINDOW = Row("shape", "hidden", "no rule; square windows make it a convolution", layouts=_linen.CONV)
+# No published depthwise convolution over one axis has as many taps; `conv_out/kernel` may well be a Dense.
+_WIDEST_WINDOW = 16
 _UNKNOWN = Row("none", "unknown", "matches no rule")
 
 
@@ -139,6 +141,8 @@ def _open_hidden(
         if leaf.ndim == 2 or (stacked and leaf.ndim - stacked == 2):
             return _Open(_MATRIX, find(leaf, name, ("in out",), True, None, near, batch), flagged=True)
         return _Open(_UNKNOWN)
+    if row.rule == "convolution" and leaf.ndim == 2 and min(leaf.shape) > _WIDEST_WINDOW:
+        return _Open(_MATRIX, find(leaf, name, ("in out",), True, None, near, batch), flagged=True)
     if row.rule == "convolution" and leaf.ndim - stacked < 3:
         return _Open(Row("depthwise", "depthwise", "a convolution without channel axes"))
     options = find(leaf, name, row.layouts, row.sure, row.partner, near, batch)

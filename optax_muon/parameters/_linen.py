@@ -6,7 +6,7 @@ NORM = r"(?:\w+_)?\w*norms?(?:_\w+)?|(?:\w+_)?(?:ln|bn|gn|rms)(?:_\w+)?"
 EMBEDDING = (
     r"(?:\w+_)?(?:embeds?|embedder|embeddings?|embs?)|wte|wpe|embed_(?:tokens|positions|in|tok|pos)|embeddings?_table"
     r"|(?:cls|class|mask|register|dist|query|prompt)_tokens?|cls|pos|positional|pe|codebook|latents|soft_prompt"
-    r"|token_table|(?:rel|relative)_pos\w*"
+    r"|token_table|(?:rel|relative)_pos\w*|pos\w*_emb(?:ed|edding)s?_(?!proj|mlp)\w+"
 )
 ATTENTION = r"\w*(?:attn|attention|mla|mha)\w*"
 HEAD = (
@@ -44,7 +44,13 @@ CONV = ("in in in in out", "in in in out", "in in out")
 
 # Leaves that are AdamW's whatever their rank. Order matters: the first row that matches decides.
 ROLES = (
-    Row("bias", "bias", "biases", leaf=r"bias(?:es)?(?:_\w+)?|\w+_bias(?:es)?|b|b\d+|b_\w+|b[qkvoi]"),
+    Row(
+        "bias",
+        "bias",
+        "biases",
+        # ..._beta and hc_base are the static biases of hyper-connections (DeepSeek-V4 in MaxText).
+        leaf=r"bias(?:es)?(?:_\w+)?|\w+_bias(?:es)?|b|b\d+|b_\w+|b[qkvoi]|(?:res|pre|post)_beta|hc_base",
+    ),
     Row(
         "norm",
         "norm",

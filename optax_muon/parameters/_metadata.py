@@ -1,13 +1,17 @@
 """What logical axis names (Linen boxes, NNX Variables, Haliax arrays) say: vocabulary, batch axes, where heads end."""
 
 import itertools
+import re
 
 from optax_muon.parameters._paths import Leaf
 
 VOCAB = {"vocab", "vocabulary", "vocab_size"}
 BATCH = {"layers", "layer", "num_layers", "stack", "stage", "stages", "expert", "experts", "exp"}
+BATCH |= {"o_groups"}  # DeepSeek-V4 in MaxText: a grouped projection
 FUSED = {"qkv", "kv_pair"}
 BATCH |= FUSED
+# MaxText names each of its scans: dense_layers, moe_layers, local_layers, layers_per_stage, scanned_blocks.
+_SCAN = re.compile(r"(\w+_)?(layers|blocks)(_\w+)?")
 EXPERT = {"expert", "experts", "exp"}
 HEADS = {
     "heads",
@@ -32,13 +36,19 @@ def has_vocabulary(leaf: Leaf) -> bool:
 def batch_axes(leaf: Leaf) -> frozenset[int] | None:
     """The batch axes by name, or None when the names are none of ours (mesh axes, for instance)."""
     names = leaf.names
-    if names is None or (BATCH | HEADS | OTHER).isdisjoint(names):
+    if names is None:
         return None
-    axes = {axis for axis, name in enumerate(names) if name in BATCH}
+    axes = {axis for axis, name in enumerate(names) if name is not None and _is_batch(name)}
+    if not axes and (HEADS | OTHER).isdisjoint(names):
+        return None
     if leaf.ndim - len(axes) < 2:
         # A router (embed, expert) has one column per expert; it is no stack of vectors.
         axes -= {axis for axis in axes if names[axis] in EXPERT}
     return frozenset(axes)
+
+
+def _is_batch(name: str) -> bool:
+    return name in BATCH or _SCAN.fullmatch(name) is not None
 
 
 def layout(leaf: Leaf) -> str | None:
