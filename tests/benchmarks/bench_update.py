@@ -9,6 +9,7 @@ the default trees it needs less than four minutes on one GPU.
 """
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -29,10 +30,11 @@ Shapes = list[tuple[int, tuple[int, ...]]]
 # dimension numbers.
 TREES: dict[str, Shapes] = {
     "gpt2_small": [(48, (768, 768)), (12, (768, 3072)), (12, (3072, 768))],
-    # 22 layers of TinyLlama-1.1B: q and o, k and v, gate and up, down.
-    "llama_1b": [(44, (2048, 2048)), (44, (2048, 256)), (44, (2048, 5632)), (22, (5632, 2048))],
-    # One layer with 64 experts of width 1408 (Moonlight-16B), gate, up, down.
-    "moe_64": [(2, (64, 2048, 1408)), (1, (64, 1408, 2048))],
+    # One of the 22 layers of TinyLlama-1.1B: q and o, k and v, gate and up, down. The matrices of a shape are
+    # worked on one after the other, so that more layers take as many times as long.
+    "llama_1b_layer": [(2, (2048, 2048)), (2, (2048, 256)), (2, (2048, 5632)), (1, (5632, 2048))],
+    # 8 of the 64 experts of one layer of Moonlight-16B, of width 1408: gate, up, down.
+    "moe_8_of_64": [(2, (8, 2048, 1408)), (1, (8, 1408, 2048))],
     "small_168": [(56, (64, 64)), (56, (64, 256)), (56, (256, 64))],
     "lora": [(96, (768, 16)), (96, (16, 768))],
     "toy": [(3, (16, 16)), (2, (16, 64)), (1, (2, 16, 32))],
@@ -64,6 +66,11 @@ CANDIDATES: dict[str, Callable[[dict], optax.GradientTransformation]] = {
     "optax_muon bfloat16": ours(compute_dtype="bfloat16"),
     "optax.adamw": lambda params: optax.adamw(1e-3),
 }
+
+
+def structure(tree: str) -> dict:
+    """The tree's structure, for what looks at paths alone."""
+    return {name: {"kernel": None} for name in leaves(tree)}
 
 
 def gaussian_tree(tree: str) -> dict:
@@ -133,9 +140,9 @@ def measure(tree: str, names: list[str], rounds: int, processor_time: bool) -> l
     return list(rows.values())
 
 
-def peak_gflops(size: int = 2048) -> list[dict]:
-    """What a square product reaches here, in the dtypes that the candidates multiply in."""
-    rows = []
+def peak_gflops(size: int) -> dict[str, float]:
+    """What a square product of this side reaches here, in the dtypes that the candidates multiply in."""
+    peak = {}
     for dtype in (jnp.float32, jnp.bfloat16):
         x = jnp.ones((size, size), dtype)
         dot = jax.jit(
@@ -143,15 +150,28 @@ def peak_gflops(size: int = 2048) -> list[dict]:
                 x, x, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
             )
         )
-        times = record.interleaved({"dot": lambda dot=dot, x=x: dot(x).block_until_ready()}, 5)["dot"]
-        rows.append(
-            {
-                "benchmark": "update",
-                "matmul": f"{size}, {jnp.dtype(dtype).name}",
-                "gflops": 2e-9 * size**3 / times["median_s"],
-            }
+        times = record.interleaved({"dot": lambda dot=dot, x=x: dot(x).block_until_ready()}, 9)["dot"]
+        peak[jnp.dtype(dtype).name] = 2e-9 * size**3 / times["median_s"]
+    return peak
+
+
+def distance_from_peak(tree: str, rows: list[dict]) -> None:
+    """Adds to our rows the arithmetic of the products, and its speed over that of a square product of the side
+    of the tree's first matrix.
+    """
+    side = min(TREES[tree][0][1][-2:])
+    peak = peak_gflops(side)
+    for row in rows:
+        config = getattr(CANDIDATES[row["optimizer"]](structure(tree)), "config", None)
+        if config is None:
+            continue
+        orthogonalizer = config.orthogonalizer
+        gflop = 1e-9 * sum(
+            math.prod(shape[:-2]) * orthogonalizer.flops(*shape[-2:]) for shape in leaves(tree).values()
         )
-    return rows
+        dtype = orthogonalizer.matmul_dtype(jnp.float32).name
+        row |= {"products_gflop": gflop, "square_product": f"{side}, {dtype}", "square_gflops": peak[dtype]}
+        row["share_of_square_product"] = gflop / row["median_s"] / peak[dtype]
 
 
 def main() -> None:
@@ -171,9 +191,11 @@ def main() -> None:
     if jax.default_backend() != options.device:
         sys.exit(f"--device {options.device}, but jax found {jax.default_backend()} only.")
     names = options.candidates or list(CANDIDATES)
-    rows = peak_gflops(256 if options.trees == ["toy"] else 2048)
+    rows = []
     for tree in options.trees:
-        rows += measure(tree, names, options.rounds, options.processor_time)
+        measured = measure(tree, names, options.rounds, options.processor_time)
+        distance_from_peak(tree, measured)
+        rows += measured
     record.write("update", rows)
 
 
