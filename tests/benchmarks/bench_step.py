@@ -37,6 +37,9 @@ def candidates(sequences: int, config: Config) -> dict[str, Callable[[], Any]]:
         "muon": optax_muon.muon(1e-3),
         "adamw": optax.adamw(1e-3),
         "contrib": contrib_muon(),
+        # Not optax.set_to_zero, for which the compiler would leave out the gradients.
+        "without optimizer": optax.scale(-1e-9),
+        "in the middle of a window": optax_muon.accumulate_gradients(optax_muon.muon(1e-3), 2**30),
     }
     out = {}
     for name, optimizer in optimizers.items():
@@ -73,6 +76,9 @@ def main() -> None:
             "sequences": arguments.sequences,
             "muon_step_over_adamw_step": median["step muon"] / median["step adamw"],
             "muon_share_of_step": median["update muon"] / median["step muon"],
+            "middle_step_over_step_without_optimizer": (
+                median["step in the middle of a window"] / median["step without optimizer"]
+            ),
             "contrib_step_over_adamw_step": median["step contrib"] / median["step adamw"],
         }
     )
