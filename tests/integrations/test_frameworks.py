@@ -8,7 +8,7 @@ The trainers need much, so each has its test where it is installed and is skippe
 For `-k levanter` in place of google-tunix: "levanter>=1.2.dev0" gitpython jax==0.10.2 jaxlib==0.10.2. For
 `-k maxtext`: maxtext, and for a CPU, of which it lists no requirements: orbax-checkpoint omegaconf pydantic qwix aqtp
 transformers tiktoken sentencepiece cloud-tpu-diagnostics google-cloud-storage psutil ml-collections tokamax
-pathwaysutils jinja2 grain drjax pillow sympy google-tunix.
+pathwaysutils jinja2 grain drjax pillow sympy.
 """
 
 import dataclasses
