@@ -148,7 +148,8 @@ def flatten(
     for keys, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0]:
         components = tuple(c for key in keys for c in _key_name(key).split("/") if c)
         if _is_box(node) and not (is_leaf is not None and is_leaf(node)):
-            out += [(components, leaf, node) for leaf in jax.tree.leaves(node, is_leaf=is_leaf)]
+            inner = jax.tree.leaves(node, is_leaf=is_leaf)
+            out += [((*components, *_part(i, inner)), leaf, node) for i, leaf in enumerate(inner)]
         else:
             out.append((components, node, None))
     return out
@@ -164,17 +165,25 @@ def leaves_of(params: Any) -> tuple[Leaf, ...]:
 
     Raises:
         TypeError: a leaf is no array and no number; names its path and type.
+        ValueError: two leaves have one path.
     """
     flat = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_box)[0]
-    out: list[Leaf] = []
+    out: dict[str, Leaf] = {}
     for keys, node in flat:
-        path = "/".join(c for key in keys for c in _key_name(key).split("/") if c)
+        components = [c for key in keys for c in _key_name(key).split("/") if c]
         box = node if _is_box(node) else None
-        for leaf in jax.tree.leaves(node):
+        inner = jax.tree.leaves(node)
+        for i, leaf in enumerate(inner):
+            path = "/".join((*components, *_part(i, inner)))
             shape, dtype = _shape_and_dtype(leaf, path)
+            if path in out:
+                raise ValueError(
+                    f"`{path}` is the path of two leaves, of shapes {out[path].shape} and {shape}: a name with "
+                    f"slashes reads as a nested one. Rename one of them."
+                )
             owner = owner_of(_parent(params, keys)) if keys else None
-            out.append(Leaf(path, shape, dtype, _axis_names(box, len(shape)), owner))
-    return tuple(out)
+            out[path] = Leaf(path, shape, dtype, _axis_names(box, len(shape)), owner)
+    return tuple(out.values())
 
 
 def shared_leaves(params: Any) -> list[tuple[int, int]]:
@@ -243,6 +252,11 @@ def _index(key: Any) -> Any:
 def _is_box(x: Any) -> bool:
     """A Flax box (Partitioned and the like), NNX Variable or Haliax array, known by the names of its classes."""
     return any(cls.__name__ in _BOXES.get(cls.__module__.split(".")[0], ()) for cls in type(x).__mro__)
+
+
+def _part(position: int, inner: list[Any]) -> tuple[str, ...]:
+    """What a leaf within a box adds to the path: nothing, unless the box holds several."""
+    return (str(position),) if len(inner) > 1 else ()
 
 
 def _is_hole(x: Any) -> bool:

@@ -122,7 +122,7 @@ def decide(
 
     Raises:
         ValueError: leaves of rank 3 or more that nothing matches, complex leaves, views that do not fit,
-            'muon' for a leaf without a matrix, a leaf without a label.
+            'muon' for a leaf without a matrix, a leaf without a label, two leaves with one path.
         TypeError: a leaf that is no array, a label that is no string, rules that are no Rules.
 
     Example:

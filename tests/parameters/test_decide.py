@@ -6,12 +6,14 @@ import typing
 import warnings
 
 import flax.core
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from optax_muon import muon
 from optax_muon.parameters import (
     MatrixView,
     Rule,
@@ -475,3 +477,17 @@ def test_nnx_axis_names():
     kernel.set_metadata(out_sharding=("layers", "embed", "mlp"))
     (decision,) = decide(nnx.State({"foo": {"bar": kernel}}))
     assert decision.view == MatrixView((1,), (2,))
+
+
+def test_two_leaves_with_one_path_raise():
+    params = {"a/b": jnp.zeros((4, 8)), "a": {"b": jnp.zeros((8, 4))}}
+    with pytest.raises(ValueError, match=r"`a/b` is the path of two leaves, of shapes \(8, 4\) and \(4, 8\)"):
+        decide(params)
+    with pytest.raises(ValueError, match="path of two leaves"):
+        muon(1e-2).init(params)
+
+
+def test_leaves_within_one_box_have_paths_of_their_own():
+    box = nn.Partitioned((jnp.zeros((4, 8)), jnp.zeros((8, 2))), names=(None, None))
+    assert [d.path for d in decide({"pair": box})] == ["pair/0", "pair/1"] == leaf_paths({"pair": box})
+    assert [d.shape for d in decide({"pair": box})] == [(4, 8), (8, 2)]
