@@ -159,7 +159,7 @@ def distance_from_peak(tree: str, rows: list[dict]) -> None:
     """Adds to our rows the arithmetic of the products, and its speed over that of a square product of the side
     of the tree's first matrix.
     """
-    side = min(TREES[tree][0][1][-2:])
+    side = max(256, min(TREES[tree][0][1][-2:]))  # what a smaller product takes is mostly its start
     peak = peak_gflops(side)
     for row in rows:
         config = getattr(CANDIDATES[row["optimizer"]](structure(tree)), "config", None)
