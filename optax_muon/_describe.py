@@ -87,7 +87,8 @@ class Description:
         out = []
         for label, share in self.shares.items():
             rows = [row for row in self.rows if row.label == label]
-            out.append(f"{label}: {len(rows)} leaves, {sum(r.size for r in rows):,} elements ({share:.1%})")
+            leaves = "1 leaf" if len(rows) == 1 else f"{len(rows)} leaves"
+            out.append(f"{label}: {leaves}, {sum(r.size for r in rows):,} elements ({share:.1%})")
         if any(row.flagged for row in self.rows):
             out.append("? marks a guess: add a Rule, or the axis names of the model, to be sure")
         return out or ["no leaves"]
@@ -127,8 +128,8 @@ def describe(
         embed/embedding  (96, 8)  adamw            embedding: embedding tables look rows up
         up/kernel        (8, 32)  muon   8 x 32    mlp: feed-forward and gate matrices (in, out)
         <BLANKLINE>
-        muon: 1 leaves, 256 elements (25.0%)
-        adamw: 1 leaves, 768 elements (75.0%)
+        muon: 1 leaf, 256 elements (25.0%)
+        adamw: 1 leaf, 768 elements (75.0%)
     """
     config = getattr(optimizer, "config", None)
     if optimizer is not None and config is None:
@@ -199,7 +200,8 @@ def _cells(rows: Sequence[DescriptionRow]) -> list[tuple[str, ...]]:
         mark = "? " if row.flagged else ""
         matrices = ", ".join(map(_matrix, row.matrices))
         because = f"{mark}{row.rule}: {row.because}"
-        values = (f"{row.measured[name]:.3g}" if name in row.measured else "" for name in shown)
+        # Plus zero: the cosine of a leaf that did not move is -0.
+        values = (f"{row.measured[name] + 0.0:.3g}" if name in row.measured else "" for name in shown)
         cells = (row.path, str(row.shape), row.label, matrices, *(numbers if rated else ()), *values)
         out.append((*cells, because))
     return out

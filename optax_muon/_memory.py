@@ -31,8 +31,10 @@ class MemoryRow:
 
     @property
     def change(self) -> float:
-        """By how much it differs from AdamW: -0.45 is 45 % less."""
-        return self.bytes / self.adamw_bytes - 1 if self.adamw_bytes else 0.0
+        """By how much it differs from AdamW: -0.45 is 45 % less; inf where AdamW needs nothing."""
+        if self.adamw_bytes == 0:
+            return math.inf if self.bytes else 0.0
+        return self.bytes / self.adamw_bytes - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +84,8 @@ class MemoryEstimate:
         lines = [f"{where:28} {'bytes':>20} {'':>12} {'AdamW':>12} {'change':>8}"]
         for row in self.rows:
             ours, theirs = _readable(row.bytes), _readable(row.adamw_bytes)
-            lines.append(f"{row.name:28} {row.bytes:20,} {ours:>12} {theirs:>12} {row.change:+8.1%}")
+            change = f"{row.change:+8.1%}" if math.isfinite(row.change) else ""
+            lines.append(f"{row.name:28} {row.bytes:20,} {ours:>12} {theirs:>12} {change}".rstrip())
         return "\n".join(lines)
 
 

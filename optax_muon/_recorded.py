@@ -69,7 +69,7 @@ def latest(state: Any, params: Any) -> dict[str, dict[str, float]]:
     columns = {name: np.asarray(x) for name, x in zip(Measurements._fields, values, strict=True)}
     paths, sizes = leaf_paths(params), columns["update_rms"]
     if len(sizes) != len(paths):
-        raise ValueError(f"latest: the state measures {len(sizes)} leaves, but params has {len(paths)}.")
+        raise ValueError(f"The state measures {len(sizes)} parameters, but params has {len(paths)} leaves.")
     applies = {name: ~np.isnan(x) | np.isnan(sizes) for name, x in columns.items()}
     return {
         name: {path: float(x[i]) for i, path in enumerate(paths) if applies[name][i]}

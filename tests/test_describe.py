@@ -142,5 +142,5 @@ def test_a_state_without_measurements_is_named():
         describe(params, state=muon(0.1).init(params))
     state = diagnostics.record(muon(0.1)).init(params)
     state = state._replace(count=state.count + 1)
-    with pytest.raises(ValueError, match="the state measures 1 leaves, but params has 2"):
+    with pytest.raises(ValueError, match="The state measures 1 parameters, but params has 2"):
         describe(params | {"down": {"kernel": jnp.ones((8, 4))}}, state=state)

@@ -237,7 +237,7 @@ def test_bad_input_is_named():
         optimizer.update(params, optimizer.init(params))
     with pytest.raises(ValueError, match="the state holds no measurements"):
         diagnostics.latest(muon(1e-2, rules=RULES).init(params), params)
-    with pytest.raises(ValueError, match="measures 4 leaves, but params has 2"):
+    with pytest.raises(ValueError, match="measures 4 parameters, but params has 2"):
         diagnostics.latest(optimizer.init(params), params["up"])
     with pytest.raises(ValueError, match=r"x has shape \(3,\), but a matrix has rank 2"):
         diagnostics.spectral_norm(jnp.ones(3))

@@ -1,6 +1,7 @@
 """estimate_memory against real arrays, against the compiler, and against what authors published."""
 
 import importlib
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_muon
 from examples import published_models
-from optax_muon import _memory, accumulate_gradients, estimate_memory, muon, state_shardings
+from optax_muon import MemoryEstimate, _memory, accumulate_gradients, estimate_memory, muon, state_shardings
 
 GIB = 2**30
 
@@ -279,3 +280,17 @@ def test_qwen_on_eight_devices():
         [d.shape and np.prod(d.shape) for d in optax_muon.describe(params).rows if d.label == "muon"]
     )
     assert on_muon == pytest.approx(2.775e9, rel=1e-3)
+
+
+def test_a_line_that_adamw_does_not_have():
+    row = _memory.MemoryRow("temporaries", 10, 0)
+    assert row.change == math.inf
+    assert _memory.MemoryRow("temporaries", 0, 0).change == 0
+    assert str(MemoryEstimate((row,), 1, "")).splitlines()[-1].split() == [
+        "temporaries",
+        "10",
+        "10",
+        "B",
+        "0",
+        "B",
+    ]
