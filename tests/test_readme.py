@@ -78,5 +78,5 @@ def test_the_translated_rate_gives_the_same_step(shape):
     params = {"dense": {"kernel": jax.random.normal(jax.random.key(0), shape)}}
     step = lambda tx: tx.update(params, tx.init(params), params)[0]["dense"]["kernel"]
     theirs = step(optax_muon.recipes.keller(0.02))
-    # measured 1e-7 relative: two orders of the same product
+    # measured 2.4e-7 relative: two orders of the same product
     np.testing.assert_allclose(step(optax_muon.muon(rate, weight_decay=0.0)), theirs, rtol=1e-5, atol=1e-9)

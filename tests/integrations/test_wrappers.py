@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optax_muon
-from optax_muon import muon
+from optax_muon import MatrixView, Rule, muon
 
 RATE = 1e-2
 
@@ -290,9 +290,20 @@ def test_ema_of_params_follows_them():
 # --- the state, looked at and changed
 
 
-def test_tree_map_params_sees_momentum_and_both_moments():  # EasyDeL #279
+TREES_OF_LABELS = {
+    "rules": {},
+    "trees": {
+        "param_labels": {"hidden": None, "embed": "adamw"},
+        "weight_decay_mask": {"hidden": True, "embed": {"embedding": False}},
+        "rules": [Rule("hidden/kernel", MatrixView(0, 1))],
+    },
+}
+
+
+@pytest.mark.parametrize("arguments", TREES_OF_LABELS.values(), ids=TREES_OF_LABELS)
+def test_tree_map_params_sees_momentum_and_both_moments(arguments):  # EasyDeL #279
     params = tree()
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optimizer())
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optimizer(**arguments))
     state = tx.init(params)
     is_hole = lambda x: isinstance(x, optax.MaskedNode)
     ones = optax.tree.map_params(tx, jnp.ones_like, state)

@@ -61,7 +61,8 @@ def test_both_layouts_in_one_tree():  # marin-community/marin #3134
         "attn": {"query": {"w": kernel}},
     }
     updates = step(muon(1.0, weight_decay=0.0, rules=Rule("bare", MatrixView(1, 0))), params, params)
-    for update in (updates["flax"]["kernel"], updates["equinox"].weight.T, updates["bare"].T):
+    query = updates["attn"]["query"]["w"]
+    for update in (updates["flax"]["kernel"], updates["equinox"].weight.T, updates["bare"].T, query):
         close(update, expected(kernel))
 
 
@@ -87,6 +88,15 @@ def test_updates_come_back_in_the_shape_of_the_leaf(path, shape, flat):  # Kelle
         update = update[name]
     assert (update.shape, update.dtype) == (shape, leaf.dtype)
     close(update.reshape(flat), expected(leaf.reshape(flat)))
+
+
+def test_stacks_of_experts_come_back_too():  # KellerJordan/Muon #34
+    stack = normal((2, 3, 4, 6))
+    params = {"layers": {"experts": {"w_in": stack}}}
+    update = step(muon(1.0, weight_decay=0.0), params, params)["layers"]["experts"]["w_in"]
+    assert (update.shape, update.dtype) == (stack.shape, stack.dtype)
+    for layer, expert in np.ndindex(2, 3):
+        close(update[layer, expert], expected(stack[layer, expert]))
 
 
 SIZES = {"gated": (8, 8, 4, 4), "gate up": (8, 8), "key key value": (4, 4, 8), "vit": (6, 6, 6)}
