@@ -192,9 +192,6 @@ def to_matrices(x: Shaped[Array, "*shape"], view: MatrixView) -> tuple[Shaped[Ar
     batch_axes = view.batch_axes(x.ndim)
     rest = [axis for axis in range(x.ndim) if axis not in batch_axes]
     batch = math.prod(x.shape[axis] for axis in batch_axes)
-    if not view.cuts:
-        sides = view._fans(x.shape)
-        return (x.transpose(*batch_axes, *view._reduction, *view._output).reshape(batch, *sides),)
     x = x.transpose(*batch_axes, *rest).reshape(batch, 1, *(x.shape[axis] for axis in rest))
     inner = view.unbatched(len(batch_axes) + len(rest))
     order = tuple(2 + axis for axis in inner._reduction + inner._output)
@@ -234,10 +231,6 @@ def from_matrices(
     shape = tuple(shape)
     view = view.resolve(shape)
     batch_axes = view.batch_axes(len(shape))
-    if not view.cuts:
-        (x,), order = matrices, (*batch_axes, *view._reduction, *view._output)
-        x = x.reshape([shape[axis] for axis in order])
-        return x.transpose([order.index(axis) for axis in range(len(order))])
     rest = tuple(axis for axis in range(len(shape)) if axis not in batch_axes)
     batch = math.prod(shape[axis] for axis in batch_axes)
     inner, dims = view.unbatched(len(shape)), tuple(shape[axis] for axis in rest)
