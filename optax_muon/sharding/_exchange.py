@@ -49,8 +49,6 @@ def empty(table: Shaped[Array, "slots owners ..."], group: Group) -> list[Shaped
         tail = (max(taken, full) + gap, max(stop, full) + gap)
         pieces.append([(first, last - first) for first, last in (head, tail) if last > first])
         taken = stop
-    if len(group.parts) == 1 and pieces[0] == [(0, flat.shape[0])]:
-        return [flat]
     # Where a slice starts is hidden from the compiler, so that slices of one size are one kernel: XLA compiles every
     # static slice on CPU for itself, 18 ms each (216 of them: 4.5 s against .14 s).
     starts = iter(lax.optimization_barrier([np.uint32(first) for part in pieces for first, _ in part]))

@@ -59,34 +59,17 @@ class ScaleByMuonState(NamedTuple):
     mu: Any
 
 
-class _Momentum(NamedTuple):
-    """b and 1 - b in float32 or wider, made once and not for every leaf."""
-
-    kept: jax.Array
-    added: jax.Array
-
-    @classmethod
-    def of(cls, momentum: Any, gradients: Sequence[jax.Array]) -> dict[Any, "_Momentum"]:
-        """For every dtype in which some gradient is accumulated."""
-        dtypes = {_wide(g) for g in gradients}
-        values = {dtype: jnp.asarray(momentum, dtype) for dtype in dtypes}
-        return {dtype: cls(b, 1 - b) for dtype, b in values.items()}
-
-
-def _wide(gradient: jax.Array) -> Any:
-    return jnp.promote_types(jnp.float32, gradient.dtype)
-
-
 def accumulate(
-    gradient: jax.Array, mu: jax.Array, momentum: _Momentum, count: jax.Array, nesterov: Nesterov
+    gradient: jax.Array, mu: jax.Array, momentum: Any, count: jax.Array, nesterov: Nesterov
 ) -> tuple[jax.Array, jax.Array]:
     """The new momentum and the direction to orthogonalise, both in at least float32.
 
     m <- b m + (1 - b) g, and the direction is m (None), (1 - b) g + b m ('torch'), or that with each term
     divided by its own bias, b m / (1 - b^(t+1)) + (1 - b) g / (1 - b^t) ('optax').
     """
-    b, dtype = momentum.kept, momentum.kept.dtype
-    fresh = momentum.added * gradient.astype(dtype)
+    dtype = jnp.promote_types(jnp.float32, gradient.dtype)
+    b = jnp.asarray(momentum, dtype)
+    fresh = (1 - b) * gradient.astype(dtype)
     new = b * mu.astype(dtype) + fresh
     if nesterov is None:
         return new, new
@@ -125,9 +108,8 @@ def scale_by_orthogonal_momentum(
         stored = treedef.flatten_up_to(state.mu)
         # Momentum may be cut over more devices than its parameter (ZeRO-1): gradients come to it, updates go back.
         held = [read_momentum(m) for m in stored]
-        weights = _Momentum.of(b, gradients)
         moments = [
-            accumulate(reshard_like(g, m), m, weights[_wide(g)], state.count, nesterov)
+            accumulate(reshard_like(g, m), m, b, state.count, nesterov)
             for g, m in zip(gradients, held, strict=True)
         ]
         here = _on_platform(orthogonalizer, platform_of(gradients, param_specs))
