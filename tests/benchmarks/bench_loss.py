@@ -30,7 +30,7 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -39,7 +39,7 @@ import jax
 import optax
 import record
 from flax import nnx
-from loss_plan import SEEDS, SIZES, STAGES, Losses, Plan, Run
+from loss_plan import SEEDS, SIZES, STAGES, Losses, Plan, Run, loss_of
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import corpus as corpora
@@ -149,10 +149,6 @@ def batched(values: Sequence[float], count: int) -> Iterator[Sequence[float]]:
 
 def path_of(size: str) -> pathlib.Path:
     return record.RECORDS / f"loss_{size}.jsonl"
-
-
-def loss_of(line: Mapping[str, Any]) -> float:
-    return math.inf if line["final_loss"] is None else line["final_loss"]
 
 
 def recorded(size: str, corpus: corpora.Corpus) -> Losses:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 SEEDS = (0, 1, 2)
 LADDERS: dict[str, tuple[float, ...]] = {
@@ -58,6 +59,22 @@ class Run:
 
 
 Losses = dict[Run, float]  # infinite where a run diverged
+
+
+def loss_of(line: Mapping[str, Any]) -> float:
+    """The final loss of a line of the record, which has null for a run that diverged."""
+    return math.inf if line["final_loss"] is None else line["final_loss"]
+
+
+def as_adamw(adamw: Run) -> Run:
+    """Muon with the rate and decay of a run of AdamW and its own defaults."""
+    rate, decay = adamw.learning_rate, adamw.weight_decay
+    return Run(adamw.size, "muon", adamw.steps, learning_rate=rate, weight_decay=decay)
+
+
+def in_int8(muon: Run) -> Run:
+    """A run of Muon with its momentum in int8."""
+    return dataclasses.replace(muon, optimizer="muon_int8")
 
 
 def climb(base: Run, field: str, losses: Losses) -> Iterator[Run]:
@@ -124,15 +141,10 @@ class Plan:
             yield from self.with_seeds(self.tuned(name))
 
     def default(self) -> Iterator[Run]:
-        adamw = self.tuned("adamw")
-        decay, rate = adamw.weight_decay, adamw.learning_rate
-        yield from self.with_seeds(Run(self.size, "muon", self.steps, learning_rate=rate, weight_decay=decay))
+        yield from self.with_seeds(as_adamw(self.tuned("adamw")))
 
     def momentum(self) -> Iterator[Run]:
-        yield from self.with_seeds(self.in_int8())
-
-    def in_int8(self) -> Run:
-        return dataclasses.replace(self.tuned("muon"), optimizer="muon_int8")
+        yield from self.with_seeds(in_int8(self.tuned("muon")))
 
     def shorter(self) -> Iterator[Run]:
         muon, goal = self.tuned("muon"), self.losses[self.tuned("adamw")]

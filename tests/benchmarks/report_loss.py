@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loss_plan import PEERS, RECIPES, SEEDS, SIZES, Plan, Run
+from loss_plan import PEERS, RECIPES, SEEDS, SIZES, Plan, Run, as_adamw, in_int8, loss_of
 
 RECORDS = pathlib.Path(__file__).parent / "records"
 BEGIN, END = "<!-- evidence -->", "<!-- end of evidence -->"
@@ -39,10 +39,7 @@ class Evidence:
     def __init__(self, size: str, lines: Sequence[Line], times: Mapping[str, float]):
         self.size, self.steps, self.times = size, SIZES[size].steps, times
         self.lines = {Run(**line["run"]): line for line in lines}
-        self.losses = {
-            run: math.inf if line["final_loss"] is None else line["final_loss"]
-            for run, line in self.lines.items()
-        }
+        self.losses = {run: loss_of(line) for run, line in self.lines.items()}
         self.plan = Plan(size, self.steps, self.losses)
         self.swept = all(run in self.losses for run in self._until_missing())
 
@@ -61,14 +58,12 @@ class Evidence:
 
     def default_run(self) -> Run | None:
         """Muon with AdamW's tuned rate and decay and nothing else."""
-        if (adamw := self.tuned("adamw")) is None:
-            return None
-        rate, decay = adamw.learning_rate, adamw.weight_decay
-        return Run(self.size, "muon", self.steps, learning_rate=rate, weight_decay=decay)
+        adamw = self.tuned("adamw")
+        return adamw and as_adamw(adamw)
 
     def in_int8(self) -> Run | None:
         muon = self.tuned("muon")
-        return muon and dataclasses.replace(muon, optimizer="muon_int8")
+        return muon and in_int8(muon)
 
     def seeds_of(self, run: Run | None) -> dict[int, float]:
         """Seed -> final loss of the runs that differ from `run` in the seed alone."""
