@@ -143,8 +143,7 @@ def describe(
         rules += (own,) if isinstance(own, Rule) else tuple(own)
     decisions = decide(params, rules, None if config is None else config.param_labels)
     measured = _measured(state, params)
-    rows = (_row(d, config) for d in decisions)
-    return Description(tuple(dataclasses.replace(r, measured=measured.get(r.path, {})) for r in rows))
+    return Description(tuple(_row(d, config, measured.get(d.path, {})) for d in decisions))
 
 
 def _measured(state: Any, params: Any) -> dict[str, dict[str, float]]:
@@ -158,10 +157,10 @@ def _measured(state: Any, params: Any) -> dict[str, dict[str, float]]:
     return table
 
 
-def _row(decision: Decision, config: Any) -> DescriptionRow:
+def _row(decision: Decision, config: Any, measured: Mapping[str, float]) -> DescriptionRow:
     matrices = () if decision.view is None else decision.view.matrix_shapes(decision.shape)
     fields: dict[str, Any] = {f.name: getattr(decision, f.name) for f in dataclasses.fields(decision)}
-    row = DescriptionRow(**fields, matrices=matrices)
+    row = DescriptionRow(**fields, matrices=matrices, measured=measured)
     if config is None or decision.label in (getattr(config, "transforms", None) or {}):
         return row
     if decision.label == MUON:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_muon
 from optax_muon import accumulate_gradients
+from tests import matrix_products
 
 SHAPES = {"up": {"kernel": (16, 32)}, "down": {"kernel": (32, 16)}, "norm": {"scale": (16,)}}
 
@@ -69,20 +70,6 @@ def test_equals_multi_steps():
     assert_muon_ran(ours[1], params)
 
 
-def matrix_products(jaxpr, inside=False):
-    """(inside a while loop, not inside one): how many dot_generals the program holds."""
-    counts = np.zeros(2, int)
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            counts += [inside, not inside]
-        for value in eqn.params.values():
-            for sub in value if isinstance(value, list | tuple) else [value]:
-                sub = getattr(sub, "jaxpr", sub)
-                if hasattr(sub, "eqns"):
-                    counts += matrix_products(sub, inside or eqn.primitive.name == "while")
-    return counts
-
-
 def flops(compiled):
     cost = compiled.cost_analysis()
     return (cost[0] if isinstance(cost, list) else cost)["flops"]
@@ -92,9 +79,9 @@ def test_products_sit_in_the_loop_that_is_not_entered():  # optax #320
     params, tx = tree(0), accumulate_gradients(muon(1e-2), 4)
     state = tx.init(params)
     program = jax.make_jaxpr(tx.update)(params, state, params)
-    inside, outside = matrix_products(program.jaxpr)
-    assert inside > 0
-    assert outside == 0
+    products = matrix_products.products(tx.update, params, state, params)
+    assert products
+    assert all("while" in product.around for product in products)
     # The loop runs while its first entry holds, which is "this is the last micro-step", and its turn clears it.
     loops = [eqn for eqn in program.eqns if eqn.primitive.name == "while"]
     assert len(loops) == 1

@@ -1,6 +1,5 @@
 """estimate_memory against real arrays, against the compiler, and against what authors published."""
 
-import importlib
 import math
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_muon
+from examples import gpt as example
 from examples import published_models
 from optax_muon import MemoryEstimate, _memory, accumulate_gradients, estimate_memory, muon, state_shardings
 
@@ -125,9 +125,8 @@ def test_agrees_with_the_compiler_for_other_optimizers(make):
 
 def test_the_example_gpt_by_the_compiler():
     """What the compiler itself says the state of Muon takes, against AdamW's, for the GPT of examples/."""
-    gpt_example = importlib.import_module("examples.gpt")
-    config = gpt_example.Config()
-    params = nnx.as_pure(nnx.eval_shape(lambda: nnx.state(gpt_example.GPT(config, nnx.Rngs(0)), nnx.Param)))
+    config = example.Config()
+    params = nnx.as_pure(nnx.eval_shape(lambda: nnx.state(example.GPT(config, nnx.Rngs(0)), nnx.Param)))
     hidden = sum(row.size for row in optax_muon.describe(params).rows if row.label == "muon")
     rest = sum(x.size for x in jax.tree.leaves(params)) - hidden
     state = {}

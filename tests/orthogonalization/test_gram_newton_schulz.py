@@ -10,7 +10,7 @@ from optax_muon import orthogonalization as orth
 from optax_muon.orthogonalization import Frobenius, Orthogonalizer
 from optax_muon.orthogonalization._gram_newton_schulz import restart_schedule
 from tests import reference as ref
-from tests.orthogonalization.products import products
+from tests.matrix_products import products
 from tests.orthogonalization.spectra import apply, errors
 
 SETS = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from optax_muon.orthogonalization import CUBIC, DEEPSEEK_V4, KELLER, POLAR_EXPRESS, YOU, Orthogonalizer
 from tests import reference as ref
-from tests.orthogonalization.products import products
+from tests.matrix_products import products
 from tests.orthogonalization.spectra import apply, few
 
 # A few fixed shapes, so that each is compiled once.

@@ -5,7 +5,7 @@ import pytest
 
 from optax_muon import orthogonalization as orth
 from optax_muon.orthogonalization import KELLER, YOU, Frobenius, Orthogonalizer
-from tests.orthogonalization.products import flops
+from tests.matrix_products import flops
 
 
 def test_is_a_value():
