@@ -102,10 +102,12 @@ def test_measurements_of_a_record_are_shown():
     description = describe(params, optimizer, state=state)
     got = {row.path: row.measured for row in description.rows}
     kernel = np.asarray(updates["up"]["kernel"], np.float64)
-    assert got["up/kernel"]["update_rms"] == pytest.approx(np.sqrt(np.mean(kernel**2)), rel=1e-5)
-    # Muon ran: the spread of singular values is Keller's, and that of the gradient larger
-    assert got["up/kernel"]["polar_error"] < 0.45
-    assert got["odd"]["polar_error"] < 0.45
+    assert got["up/kernel"]["update_rms"] == pytest.approx(
+        np.sqrt(np.mean(kernel**2)), rel=1e-5
+    )  # measured 2e-8
+    # Muon ran: the spread of singular values is Keller's, and that of the gradient, .49, larger
+    assert got["up/kernel"]["polar_error"] < 0.45  # measured .20
+    assert got["odd"]["polar_error"] < 0.45  # measured .30
     assert set(got["up/bias"]) == {"update_rms", "weight_rms", "cosine"}
     header, _, *lines = str(description).splitlines()
     for column in ("rate", "update rms", "update spectral norm", "polar error", "cosine"):

@@ -134,9 +134,11 @@ def test_the_example_gpt_by_the_compiler():
         close_to_the_compiler(optimizer, params)
         state[name] = compiled(optimizer, params).argument_size_in_bytes - 2 * 4 * (hidden + rest)
     assert hidden == 4 * 12 * config.width**2
-    # One momentum for a hidden parameter, two moments for any other, and what XLA rounds up.
-    assert state["muon"] == pytest.approx(4 * (hidden + 2 * rest), abs=8192)
-    assert state["adamw"] == pytest.approx(8 * (hidden + rest), abs=8192)
+    # One momentum for a hidden parameter and two moments for any other; measured 8 and 4 bytes more, of counters. The
+    # norms are not decayed by `muon`, so that its update does not read them and the compiler drops the arguments.
+    norms = (2 * config.layers + 1) * config.width
+    assert state["muon"] == pytest.approx(4 * (hidden + 2 * rest) - 4 * norms, abs=64)
+    assert state["adamw"] == pytest.approx(8 * (hidden + rest), abs=64)
     assert state["muon"] / state["adamw"] == pytest.approx(0.527, abs=1e-3)  # measured .527
 
 

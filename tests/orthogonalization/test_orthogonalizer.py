@@ -110,7 +110,9 @@ def test_auto_says_what_it_takes():
 def test_flops_are_those_of_the_program(method, shape, dtype):
     orthogonalizer = Orthogonalizer(method, compute_dtype=dtype)
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
-    assert orthogonalizer.flops(*shape) == pytest.approx(flops(orthogonalizer.apply, x), rel=0.03)
+    assert orthogonalizer.flops(*shape) == pytest.approx(
+        flops(orthogonalizer.apply, x), rel=1e-9
+    )  # measured 0
     assert orthogonalizer.flops(*shape) == orthogonalizer.flops(*shape[::-1])
 
 
@@ -120,6 +122,7 @@ def test_the_compiler_counts_alike(blocks):
     gram = Orthogonalizer("gram_newton_schulz", restarts=())  # no loop, of which the compiler counts one turn
     x = jax.ShapeDtypeStruct((n, 4 * n), jnp.float32)
     counted = jax.jit(gram.apply).lower(x).compile().cost_analysis()["flops"]
+    # Measured 2.1 % and .9 % fewer: the compiler counts what is not a product, too.
     assert flops(gram.apply, x) == pytest.approx(counted, rel=0.03)
 
 
